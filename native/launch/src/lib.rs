@@ -1,0 +1,1 @@
+//! Putting a container together, and entering one.

@@ -1,0 +1,1 @@
+//! Every system call of the project that needs `unsafe`, behind safe functions.
