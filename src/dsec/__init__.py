@@ -1,0 +1,1 @@
+"""Real, isolated, stateful sandboxes: `dsec.Client().create(...)`, `run`, `stop`."""

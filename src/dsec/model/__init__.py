@@ -1,0 +1,1 @@
+"""Values: ids, specs, states, errors, limits. No I/O, nothing imported from above."""

@@ -1,0 +1,174 @@
+"""What a caller is told: the state of a sandbox, the result of a run, usage, capabilities."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from dsec.model.specs import Spec
+
+State = Literal["creating", "running", "paused", "stopping", "stopped", "lost"]
+Cause = Literal["exited", "signalled", "timeout", "oom", "killed", "policy"]
+EndReason = Literal["stopped", "idle", "lifetime", "init_died", "oom", "lost", "reboot", "create_failed"]
+
+ALIVE: tuple[State, ...] = ("creating", "running", "paused", "stopping")
+
+
+class LayerRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer a sandbox runs on: the reference as it was asked for and the digest it meant at that moment."""
+
+    ref: str
+    digest: str
+    role: Literal["base", "workspace", "toolkit"]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sandbox or a run has used. CPU in seconds, memory and disk in bytes."""
+
+    cpu_user_s: float = 0.0
+    cpu_system_s: float = 0.0
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    disk_bytes: int | None = None
+    pids: int | None = None
+
+
+class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sandbox as its node knows it. Times are seconds since the epoch."""
+
+    id: str
+    node: str
+    state: State
+    backend: str
+    spec: Spec
+    layers: tuple[LayerRef, ...] = ()
+    name: str | None = None
+    job: str | None = None
+    labels: dict[str, str] = {}
+    created_at: float = 0.0
+    started_at: float | None = None
+    ended_at: float | None = None
+    expires_at: float | None = None  # when its lifetime ends
+    idle_since: float | None = None  # None while something is going on in it
+    end_reason: EndReason | None = None
+    parent: str | None = None
+    replaced_by: str | None = None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One output stream of a run: its start, its end, and how many bytes it had in all."""
+
+    head: bytes = b""
+    tail: bytes = b""
+    total: int = 0
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes between head and tail that were not kept."""
+        return self.total - len(self.head) - len(self.tail)
+
+    def text(self) -> str:
+        """UTF-8 with replacement; says in one line of its own what is missing."""
+        if not self.dropped_bytes:
+            return (self.head + self.tail).decode("utf-8", "replace")
+        gap = f"\n[... {self.dropped_bytes} bytes dropped ...]\n"
+        return self.head.decode("utf-8", "replace") + gap + self.tail.decode("utf-8", "replace")
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program ended. Nothing the program did raises; a lost sandbox or node always does.
+
+    `exit_code` is 128 + signal for what was killed. `limits_hit` names every limit any process of the run ran into
+    (`memory pids disk files output`), whatever the exit code. `step` numbers the calls of a sandbox from 1.
+    """
+
+    process_id: str
+    exit_code: int
+    cause: Cause
+    signal: int | None = None
+    limits_hit: tuple[str, ...] = ()
+    out: Output = Output()
+    err: Output = Output()
+    started_at: float = 0.0
+    duration_s: float = 0.0
+    usage: Usage = Usage()
+    step: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it exited by itself with code 0."""
+        return self.exit_code == 0 and self.cause == "exited"
+
+    @property
+    def stdout(self) -> str:
+        """Standard output as text: UTF-8 with replacement; a gap is marked."""
+        return self.out.text()
+
+    @property
+    def stderr(self) -> str:
+        """Standard error as text: UTF-8 with replacement; a gap is marked."""
+        return self.err.text()
+
+    @property
+    def stdout_bytes(self) -> bytes:
+        """Standard output exactly: head and tail, see `dropped_bytes`."""
+        return self.out.head + self.out.tail
+
+    @property
+    def stderr_bytes(self) -> bytes:
+        """Standard error exactly: head and tail, see `dropped_bytes`."""
+        return self.err.head + self.err.tail
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of both streams that were not kept."""
+        return self.out.dropped_bytes + self.err.dropped_bytes
+
+    @property
+    def truncated(self) -> bool:
+        """Whether any output was not kept."""
+        return self.dropped_bytes > 0
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing a backend can or cannot do here: the mechanism used, or the reason it is missing."""
+
+    available: bool
+    mechanism: str | None = None
+    reason: str | None = None
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one backend can do on this node."""
+
+    backend: str
+    available: bool
+    reason: str | None = None
+    features: dict[str, Capability] = {}
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A node, its room and what it can do."""
+
+    node: str
+    version: str
+    started_at: float
+    sandboxes: int
+    capabilities: dict[str, Capabilities] = {}
+    capacity: dict[str, Any] = {}
+
+
+class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A layer in the store."""
+
+    digest: str
+    names: tuple[str, ...] = ()
+    role: Literal["base", "workspace", "toolkit"] = "base"
+    size_bytes: int = 0
+    created_at: float = 0.0
+    source: str | None = None
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    user: str | None = None
+    in_use: int = 0
