@@ -1,0 +1,181 @@
+"""The boundary between a node and the ways to run a sandbox.
+
+A node builds a complete `StartPlan`; a backend carries it out. Plans and handles are values: logged, stored, replayed.
+A backend never decides, never resolves names of layers, never reads policy. `conformance` is the executable suite
+that every backend passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from dsec.model import limits
+from dsec.model.states import Capabilities, Cause, EndReason, Output, Usage
+
+HANDLE_VERSION = 1
+
+# Called with (stream 1 or 2, offset of the first byte, bytes); the awaited time is back-pressure.
+Sink = Callable[[int, int, bytes], Awaitable[None]]
+
+
+class LayerMount(msgspec.Struct, frozen=True, kw_only=True):
+    """One read-only layer: its digest and where its EROFS image lies on this node."""
+
+    digest: str
+    path: str
+
+
+class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything needed to start one sandbox. Layers stand base first; sizes are bytes; `cpu` is in cores."""
+
+    id: str
+    hostname: str
+    layers: tuple[LayerMount, ...]
+    env: dict[str, str]
+    cwd: str
+    user: str
+    cpu: float
+    cpu_weight: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+    disk_bytes: int
+    pids: int
+    nofile: int = limits.NOFILE_DEFAULT
+    shm_bytes: int = limits.SHM_DEFAULT_BYTES
+    pty_max: int = limits.PTY_MAX
+    no_new_privs: bool = False
+    files: dict[str, bytes] = {}
+    deadline_s: float = 30.0
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """What finds a sandbox again after the node agent restarted. `data` is the backend's own."""
+
+    backend: str
+    id: str
+    version: int = HANDLE_VERSION
+    data: dict[str, Any] = {}
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sandbox ended."""
+
+    reason: EndReason
+    detail: str = ""
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One program to run, complete: nothing is looked up any more. `process_id` makes starting it idempotent."""
+
+    process_id: str
+    argv: tuple[bytes, ...]
+    env: dict[str, str]
+    cwd: str
+    user: str
+    stdin: bytes = b""
+    timeout_s: float | None = None
+    head_bytes: int = limits.OUTPUT_HEAD_BYTES
+    tail_bytes: int = limits.OUTPUT_TAIL_BYTES
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program ended: what a `RunResult` says, without what only the node knows (step, process id)."""
+
+    exit_code: int
+    cause: Cause
+    signal: int | None = None
+    limits_hit: tuple[str, ...] = ()
+    out: Output = Output()
+    err: Output = Output()
+    started_at: float = 0.0
+    duration_s: float = 0.0
+    usage: Usage = Usage()
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A program started in a sandbox, alive or ended and not yet forgotten."""
+
+    process_id: str
+    state: str  # starting | running | ended
+    pid: int | None = None
+
+
+class Guest(Protocol):
+    """Programs in a running sandbox. The same for every backend.
+
+    Starting the same `process_id` again attaches to it. Raises InvalidSpec for what is wrong with the plan inside this
+    sandbox (no such program, user or directory), SandboxLost when the sandbox ended, Unknown when it cannot be known
+    whether or how the program ran. Cancelling a call stops nothing: `kill` does.
+    """
+
+    async def run(
+        self, plan: RunPlan, *, sink: Sink | None = None, started: Callable[[], None] | None = None
+    ) -> RunOutcome:
+        """Start a program and wait for its end. `started` is called once it has been launched."""
+        ...
+
+    async def attach(
+        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
+    ) -> RunOutcome:
+        """Wait for a program that was started before. NotFound: it was never launched, or is forgotten."""
+        ...
+
+    async def kill(self, process_id: str, signal: int | None = None) -> None:
+        """Send a signal to its process; without one, kill its whole tree at once."""
+        ...
+
+    async def processes(self) -> list[ProcessInfo]:
+        """Programs alive, or ended and not forgotten."""
+        ...
+
+    async def forget(self, process_id: str) -> None:
+        """Free the kept result; idempotent."""
+        ...
+
+
+class Runtime(Protocol):
+    """One running sandbox."""
+
+    @property
+    def handle(self) -> Handle: ...
+
+    def guest(self) -> Guest: ...
+
+    async def wait(self) -> Exit:
+        """Until it has ended, by itself or by `stop`."""
+        ...
+
+    async def stop(self, *, grace_s: float = 0.0) -> Exit:
+        """End it for good and release everything; idempotent."""
+        ...
+
+    async def usage(self) -> Usage: ...
+
+
+class Backend(Protocol):
+    """A way to run sandboxes on this node."""
+
+    name: str
+
+    async def probe(self) -> Capabilities:
+        """What it can do here and, where it cannot, why. Cheap, without side effects, never raises."""
+        ...
+
+    async def start(self, plan: StartPlan) -> Runtime:
+        """Start a sandbox; on failure or cancellation everything is undone. The same id again: Conflict."""
+        ...
+
+    async def attach(self, handle: Handle) -> Runtime:
+        """Find a sandbox again. SandboxLost: it has ended."""
+        ...
+
+    async def survey(self) -> list[Handle]:
+        """Every sandbox of this backend that lives on this node, known to the node agent or not."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections; sandboxes live on."""
+        ...
