@@ -1,4 +1,4 @@
-"""The small root file system every peer runs in: the host's own `sh`, `true`, `sleep` and what they link to, in three layers.
+"""The small root every peer runs in: the host's own `sh`, `true`, `sleep` and what they link to, in three layers.
 
 A real, dynamically linked userland: a static `true` would flatter everybody, most of all whoever adds least to it.
 """

@@ -38,6 +38,7 @@ struct worker {
     char *stack_enter, *stack_exec;
 };
 
+void remove_cgroup(int dir, const char *path);
 void setup_start(struct setup *setup);
 void worker_start(struct worker *worker, unsigned seed);
 void sandbox_create(struct setup *setup, struct sandbox *sandbox, int id);
