@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from bench import machine, marks, report, scenarios
 from bench.peers.base import Failed
 from bench.session import PEERS, environment, started
 
-MARK_PEERS = ("dsec", "reference", "docker", "docker-cli")
+MARK_PEERS = ("dsec", "reference", "reference-tmpfs", "docker", "docker-cli")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         idle=args.idle,
         idle_docker=args.idle_docker,
     )
+    # Thousands of sandboxes take thousands of descriptors, here and in every process started from here.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     everything = "marks" in args.what
     results = scenarios.Results()
     about = machine.describe()

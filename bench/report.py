@@ -162,6 +162,7 @@ def _plot(path: Path, document: dict[str, Any]) -> bool:
         axis.bar(list(peers), [s.median for s in spreads], yerr=errors, capsize=4)
         axis.set_title(f"{scenario}: operations a second")
         axis.set_yscale("log")
+        axis.set_ylim(bottom=1)
         axis.tick_params(axis="x", rotation=30)
     figure.savefig(path, dpi=120)
     return True

@@ -16,6 +16,7 @@ LAYERS = (("bench-base", "base"), ("bench-workspace", "workspace"), ("bench-tool
 # Thousands of idle sandboxes of 512 MiB each promise more than this machine has: what is measured is what they use.
 OVERCOMMITTED = ("memory_mib", "disk_mib", "pids")
 OVERCOMMIT = 1000
+CGROUP = "dsec"
 
 
 class Dsec(Peer):
@@ -41,7 +42,7 @@ class Dsec(Peer):
             "DSEC_RUN_DIR": str(self.work / "run"),
             "DSEC_STATE_DIR": str(self.work / "state"),
             # Below the accounting group: on v2 a sandbox's CPU is counted where its cgroup is.
-            "DSEC_CGROUP": f"{self.server.name}/dsec",
+            "DSEC_CGROUP": f"{self.server.name}/{CGROUP}",
             "DSEC_NODE": "bench",
         }
         command = [sys.executable, "-m", "dsec.node"]
@@ -54,6 +55,18 @@ class Dsec(Peer):
         names = [f"{name}@1" for name, _ in LAYERS]
         url = f"unix://{self.socket}"
         self.start_driver(self.client, [sys.executable, "-m", "bench.drivers.dsec", url, *names])
+
+        self._check_real()
+
+    def _check_real(self) -> None:
+        """See in the kernel that a sandbox is one: a simulated backend answers all calls, and would meet every mark."""
+        self.perform("create", 1, 1)
+        cgroups = [path for path in (self.server.v2 / CGROUP).rglob("*") if path.is_dir()]
+        if not any((path / "cgroup.procs").read_text().split() for path in cgroups):
+            raise Failed(
+                f"{self.name}: a sandbox was created, but no process is in a cgroup below {CGROUP}: not a real one"
+            )
+        self.perform("stop", 1)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         connection = UnixConnection(str(self.socket))
