@@ -77,8 +77,8 @@ def _idle(figure: Callable[[Idle], float], peer: str = OURS) -> Callable[[Result
 
 MARKS = (
     Mark("cycle-rate", "create + run(true) + stop through the SDK, warm", _rate("cycle"), "/s", "at least", 200),
-    # Judged by the cheaper reference. With the upper on ext4, a tenth of the time goes into the search for a free inode (a
-    # profile showed), which depends on the state of that file system and would count in our favour.
+    # Judged by the cheaper reference. With the upper on ext4, a tenth of the time goes into the search for a free inode
+    # (a profile showed), which depends on the state of that file system and would count in our favour.
     Mark(
         "cycle-cpu",
         "its server CPU beside the C reference's",

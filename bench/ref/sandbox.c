@@ -306,13 +306,16 @@ void sandbox_create(struct setup *setup, struct sandbox *sandbox, int id)
 
 /* ---- stop ---- */
 
+/* What overlayfs makes in its workdir, `w`. */
+#define OVERLAY_OWN "%d/w/" "work"
+
 /* Only what an overlay leaves behind: the program run here writes nothing. */
 static void remove_upper(struct setup *setup, int id)
 {
-    static const char *const parts[] = {"%d/w/work/incompat/volatile", "%d/w/work/incompat", "%d/w/work",
+    static const char *const parts[] = {OVERLAY_OWN "/incompat/volatile", OVERLAY_OWN "/incompat", OVERLAY_OWN,
                                         "%d/w", "%d/u", "%d", NULL};
     char path[64];
-    snprintf(path, sizeof path, "%d/w/work/incompat/volatile/dirty", id);
+    snprintf(path, sizeof path, OVERLAY_OWN "/incompat/volatile/dirty", id);
     must(unlinkat(setup->upper_fd, path, 0));
     for (const char *const *part = parts; *part; part++) {
         snprintf(path, sizeof path, *part, id);
