@@ -69,16 +69,13 @@ pub(crate) fn main(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> 
     if wire::send(channel.as_fd(), &answer, &[]).is_err() || failed {
         process::exit(1);
     }
-    if settle().is_err() {
+    // The last steps, of which nothing can be said any more. The filter refuses what freeing memory may
+    // need, so nothing is dropped after it.
+    let filter = std::mem::ManuallyDrop::new(filter::for_init());
+    if process::close_all_but(&[]).is_err() || seccomp::install(&filter).is_err() {
         process::exit(1);
     }
     process::reap_forever()
-}
-
-/// The last steps, after which nothing can be said any more.
-fn settle() -> Result<()> {
-    process::close_all_but(&[]).step("init.close")?;
-    seccomp::install(&filter::for_init()).step("init.seccomp")
 }
 
 fn set_up(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> Result<()> {

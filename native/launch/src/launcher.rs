@@ -239,7 +239,10 @@ impl Launcher {
                 }
             }
         })?;
-        newborn.created.take().ok_or_else(died)
+        let created = newborn.created.take().ok_or_else(died)?;
+        // Grown up: nothing is undone any more.
+        std::mem::forget(newborn);
+        Ok(created)
     }
 
     /// Returns right after the clone, a frozen sandbox included.
