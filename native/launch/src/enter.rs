@@ -121,7 +121,8 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     }
     let (argv, env) = (strings(plan)?, environment(plan, &user)?);
     cred::set_groups(&user.groups).step("enter.groups")?;
-    // With the usual rules off, the capabilities stay over the change of ids: the filter needs one.
+    // The filter needs a capability after the change of ids.
+    cred::keep_permitted().step("enter.keep_caps")?;
     cred::set_ids(user.uid, user.gid).step("enter.ids")?;
     let permitted = if user.uid == 0 { bounding } else { 0 };
     let for_filter = permitted | 1 << cred::CAP_SYS_ADMIN;
@@ -129,21 +130,11 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     cred::set_caps(for_filter, permitted).step("enter.caps")?;
     change_directory(plan)?;
     cred::set_caps(for_filter, for_filter).step("enter.caps")?;
-    cred::usual_caps_over_ids().or_else(permitted_to_fail).step("enter.securebits")?;
     process::reset_signals();
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
     cred::set_caps(permitted, permitted).step("enter.caps")?;
     Err(exec(plan, &argv, &env))
-}
-
-/// Changing securebits needs SETPCAP, which a plan may have taken; exec'ing does not depend on it.
-fn permitted_to_fail(error: std::io::Error) -> std::io::Result<()> {
-    if error.raw_os_error() == Some(libc::EPERM) {
-        Ok(())
-    } else {
-        Err(error)
-    }
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.

@@ -77,12 +77,23 @@ fn resolve_in(wanted: &str, passwd: &str, group: &str) -> Result<User> {
             name: None,
             home: "/".to_owned(),
         },
+        // Root needs no file to say so: an image without one still has it.
+        (None, None) if user == "root" => User {
+            uid: 0,
+            gid: 0,
+            groups: Vec::new(),
+            name: Some(user.to_owned()),
+            home: "/root".to_owned(),
+        },
         (None, None) => return Err(no_user(wanted)),
     };
     if let Some(name) = wanted_group {
         found.gid = group_id(name, group).ok_or_else(|| no_user(wanted))?;
     } else if let Some(name) = &found.name {
+        // As initgroups does it: the primary group is one of them.
         found.groups = memberships(name, group);
+        found.groups.retain(|gid| *gid != found.gid);
+        found.groups.insert(0, found.gid);
     }
     Ok(found)
 }
@@ -120,7 +131,7 @@ mod tests {
     #[test]
     fn names_and_numbers() {
         let ann = resolve_in("ann", PASSWD, GROUP).expect("ann");
-        assert_eq!((ann.uid, ann.gid, ann.groups.as_slice()), (1000, 1001, &[100, 50][..]));
+        assert_eq!((ann.uid, ann.gid, ann.groups.as_slice()), (1000, 1001, &[1001, 100, 50][..]));
         assert_eq!(resolve_in("1000", PASSWD, GROUP), Ok(ann));
         let both = resolve_in("ann:users", PASSWD, GROUP).expect("ann:users");
         assert_eq!((both.gid, both.groups.len()), (100, 0));

@@ -74,10 +74,10 @@ pub fn keep_caps_over_ids() -> io::Result<()> {
         .map(drop)
 }
 
-/// Back to the usual rules, for a program about to start.
-pub fn usual_caps_over_ids() -> io::Result<()> {
+/// The permitted set stays over the next change of ids; exec ends this.
+pub fn keep_permitted() -> io::Result<()> {
     // SAFETY: plain integers.
-    check_int(unsafe { libc::prctl(libc::PR_SET_SECUREBITS, 0, 0, 0, 0) }).map(drop)
+    check_int(unsafe { libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0) }).map(drop)
 }
 
 /// Permitted and effective set; inheritable becomes empty.

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use dsec_launch::assembly::{Assembled, Assembly};
@@ -54,7 +54,11 @@ pub struct Node {
     pub assembly: Option<Assembly>,
     pub launcher: Option<Launcher>,
     pub home: PathBuf,
+    _alone: MutexGuard<'static, ()>,
 }
+
+/// One node at a time: an inventory must not count another test's processes.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// A root file system with busybox, once per test process.
 pub fn base_image() -> &'static Path {
@@ -77,8 +81,7 @@ pub fn make_base(root: &Path) {
         "cp $(command -v busybox) {0}/bin/busybox && chmod 755 {0}/bin/busybox && \
          for a in $({0}/bin/busybox --list); do \
            [ $a = busybox ] || ln -sf busybox {0}/bin/$a; done; \
-         cp {0}/bin/busybox {0}/usr/bin/suid && chmod 4755 {0}/usr/bin/suid; \
-         ln -s suid {0}/usr/bin/id; chmod 1777 {0}/tmp; chown 1000:1001 {0}/home/ann",
+         cp {BINARY} {0}/usr/bin/suid && chmod 4755 {0}/usr/bin/suid; chmod 1777 {0}/tmp; chown 1000:1001 {0}/home/ann",
         root.display()
     ));
     fs::write(
@@ -110,6 +113,7 @@ impl Node {
 
     /// With variables for the launcher.
     pub fn with_env(env: &[(&str, &str)]) -> Self {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("dsec-launch-{}-{number}", std::process::id());
         let home = std::env::temp_dir().join(&name);
@@ -132,6 +136,7 @@ impl Node {
             assembly: Some(assembly),
             launcher: Some(launcher),
             home,
+            _alone: alone,
         };
         let base = base_image().to_string_lossy().into_owned();
         node.assembly().pinned.mount("base", &base).expect("the base");
@@ -393,5 +398,99 @@ impl Going {
             std::thread::sleep(Duration::from_millis(1));
         }
         failed.map_or(Ok(output), Err)
+    }
+}
+
+/// What a script prints in the pinned namespace, which has no programs but those of a layer. There is
+/// no /proc either; mounts are read from outside.
+pub fn in_pinned(node: &Node, script: &str) -> String {
+    let busybox = "/layers/base/bin/busybox";
+    let done = Command::new("/usr/bin/nsenter")
+        .arg(format!("--mount={}", node.config.run_dir.join("ns/mnt").display()))
+        .args([busybox, "sh", "-ec", script])
+        .env("PATH", "/layers/base/bin")
+        .output()
+        .expect("nsenter");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+/// Mount points of the pinned namespace.
+fn pinned_mounts(node: &Node) -> Vec<String> {
+    let ns = node.config.run_dir.join("ns/mnt");
+    // A process that is inside for a moment is looked at from here.
+    let mut child = Command::new("/usr/bin/nsenter")
+        .arg(format!("--mount={}", ns.display()))
+        .args(["/layers/base/bin/busybox", "sh", "-c", "echo; read x"])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("nsenter");
+    let mut byte = [0u8; 1];
+    let mut out = child.stdout.take().expect("a pipe");
+    out.read_exact(&mut byte).expect("it is inside");
+    let text = fs::read_to_string(format!("/proc/{}/mountinfo", child.id())).expect("mountinfo");
+    drop(child.stdin.take());
+    child.wait().expect("ended");
+    let point = |line: &str| line.split(' ').nth(4).map(str::to_owned);
+    text.lines().filter_map(point).collect()
+}
+
+/// What exists because of a node: compared before and after.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Inventory {
+    mounts: String,
+    pinned: Vec<String>,
+    cgroups: String,
+    children: usize,
+    uppers: Vec<String>,
+    state: Vec<PathBuf>,
+    loops: usize,
+    descriptors: usize,
+}
+
+impl Inventory {
+    pub fn take(node: &Node) -> Self {
+        let here = std::process::id();
+        let mounts = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+        let ours = mounts.lines().filter(|l| l.contains(&node.config.cgroup)).collect::<Vec<_>>();
+        let names = |path: &Path| -> Vec<PathBuf> {
+            let all = fs::read_dir(path).into_iter().flatten().flatten();
+            let mut all: Vec<_> = all.map(|entry| entry.path()).collect();
+            all.sort();
+            all
+        };
+        let find = format!(
+            "find /sys/fs/cgroup -type d -path '*{}*' | sort",
+            node.config.cgroup
+        );
+        let output = |script: &str| {
+            let done = Command::new("sh").args(["-c", script]).output().expect("sh");
+            String::from_utf8_lossy(&done.stdout).into_owned()
+        };
+        let uppers = node.assembly().uppers.list().expect("uppers");
+        let descriptors = names(Path::new("/proc/self/fd"))
+            .iter()
+            .filter_map(|fd| fs::read_link(fd).ok())
+            // The pool fills itself meanwhile; other tests of the process open sockets and pipes.
+            .filter(|target| target.starts_with(&node.home))
+            .count();
+        Self {
+            mounts: ours.join("\n"),
+            pinned: pinned_mounts(node),
+            cgroups: output(&find),
+            // The launcher may or may not be there, and is no leftover.
+            children: output(&format!("ps -o pid= --ppid {here}"))
+                .lines()
+                .filter(|line| line.trim().parse().ok() != node.launcher().pid())
+                .count(),
+            uppers: uppers.into_iter().map(|upper| upper.id).collect(),
+            state: names(&node.config.state_dir),
+            loops: output(&format!("losetup -a | grep -c '{}'", node.home.display()))
+                .trim()
+                .parse()
+                .unwrap_or(0),
+            descriptors,
+        }
     }
 }
