@@ -395,12 +395,6 @@ impl SandboxCgroup {
         Ok(flag(&self.v2(""), "populated").step("cgroup.events")? == Some(1))
     }
 
-    /// Processes of the init's leaf: an init whose launcher died is found here.
-    pub(crate) fn init_processes(&self) -> Vec<i32> {
-        let text = read(&self.v2(INIT).join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok()).collect()
-    }
-
     /// `cgroup.events`; EPOLLPRI when populated or frozen changes.
     pub fn events(&self) -> Result<OwnedFd> {
         let file = File::open(self.v2("").join("cgroup.events")).step("cgroup.events")?;

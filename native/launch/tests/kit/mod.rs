@@ -53,6 +53,7 @@ pub struct Node {
     pub config: Config,
     pub assembly: Option<Assembly>,
     pub launcher: Option<Launcher>,
+    calm: OnceLock<Launcher>,
     pub home: PathBuf,
     _alone: MutexGuard<'static, ()>,
 }
@@ -64,11 +65,14 @@ static ALONE: Mutex<()> = Mutex::new(());
 pub fn base_image() -> &'static Path {
     static IMAGE: OnceLock<PathBuf> = OnceLock::new();
     IMAGE.get_or_init(|| {
-        let home = std::env::temp_dir().join(format!("dsec-launch-base-{}", std::process::id()));
-        let root = home.join("root");
-        make_base(&root);
+        let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let own = home.join(format!("base-{}", std::process::id()));
+        make_base(&own.join("root"));
+        erofs(&own.join("root"), &own.join("base.erofs"));
+        // One image stays, whole, also if two processes do this.
         let image = home.join("base.erofs");
-        erofs(&root, &image);
+        fs::rename(own.join("base.erofs"), &image).expect("renamed");
+        fs::remove_dir_all(own).expect("removed");
         image
     })
 }
@@ -135,6 +139,7 @@ impl Node {
             config,
             assembly: Some(assembly),
             launcher: Some(launcher),
+            calm: OnceLock::new(),
             home,
             _alone: alone,
         };
@@ -148,7 +153,22 @@ impl Node {
     }
 
     pub fn launcher(&self) -> &Launcher {
-        self.launcher.as_ref().expect("open")
+        let first = self.launcher.as_ref().expect("open");
+        self.calm.get().unwrap_or(first)
+    }
+
+    /// From here on a launcher without the switches of `with_env`: a new process counts anew.
+    pub fn calm_down(&self) {
+        let config = Config {
+            binary: PathBuf::from(BINARY),
+            ..self.config.clone()
+        };
+        self.calm.get_or_init(|| Launcher::spawn(&config).expect("a launcher"));
+    }
+
+    fn launcher_pids(&self) -> Vec<u32> {
+        let all = self.launcher.iter().chain(self.calm.get());
+        all.filter_map(Launcher::pid).collect()
     }
 
     pub fn create(&self, plan: &SandboxPlan) -> Result<Sandbox<'_>> {
@@ -191,6 +211,7 @@ fn wrapper(home: &Path, env: &[(&str, &str)]) -> PathBuf {
 impl Drop for Node {
     fn drop(&mut self) {
         self.launcher = None;
+        self.calm.take();
         if let Some(assembly) = self.assembly.take() {
             for upper in assembly.uppers.list().unwrap_or_default() {
                 let _ = assembly.uppers.remove(&upper);
@@ -482,7 +503,8 @@ impl Inventory {
             // The launcher may or may not be there, and is no leftover.
             children: output(&format!("ps -o pid= --ppid {here}"))
                 .lines()
-                .filter(|line| line.trim().parse().ok() != node.launcher().pid())
+                .filter_map(|line| line.trim().parse().ok())
+                .filter(|pid: &u32| !node.launcher_pids().contains(pid))
                 .count(),
             uppers: uppers.into_iter().map(|upper| upper.id).collect(),
             state: names(&node.config.state_dir),
