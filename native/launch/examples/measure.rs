@@ -46,10 +46,28 @@ fn measure(config: &Config, image: &str, count: u32, kind: UpperKind) {
     let base = cpu(&launcher);
     let start = Instant::now();
     for _ in 0..count {
+        let done = std::process::Command::new("/bin/true").status();
+        assert!(done.expect("started").success());
+    }
+    report(
+        "for comparison, /bin/true on the host",
+        count,
+        start,
+        cpu(&launcher) - base,
+    );
+
+    let base = cpu(&launcher);
+    let start = Instant::now();
+    for _ in 0..count {
         let made = create(&assembly, &launcher, "a", kind);
         stop(&assembly, made);
     }
-    report(&format!("create + stop, {}", kind.name()), count, start, cpu(&launcher) - base);
+    report(
+        &format!("create + stop, {}", kind.name()),
+        count,
+        start,
+        cpu(&launcher) - base,
+    );
 
     let made = create(&assembly, &launcher, "a", kind);
     for memory in [false, true] {
@@ -62,7 +80,10 @@ fn measure(config: &Config, image: &str, count: u32, kind: UpperKind) {
         report(&what, count, start, cpu(&launcher) - base);
     }
     println!("init: {}", memory_of(made.created.init_pid));
-    println!("launcher: {}", memory_of(launcher.pid().expect("alive") as i32));
+    println!(
+        "launcher: {}",
+        memory_of(launcher.pid().expect("alive") as i32)
+    );
     stop(&assembly, made);
 
     let free = available();
@@ -102,7 +123,10 @@ fn create(assembly: &Assembly, launcher: &Launcher, id: &str, kind: UpperKind) -
         nofile: 1024,
         shm_bytes: 1 << 20,
         tmpfs: Vec::new(),
-        files: files.iter().map(|f| ((*f).to_owned(), text("x\n"))).collect(),
+        files: files
+            .iter()
+            .map(|f| ((*f).to_owned(), text("x\n")))
+            .collect(),
         no_new_privs: false,
         caps: None,
         seccomp: Default::default(),
@@ -116,7 +140,9 @@ fn create(assembly: &Assembly, launcher: &Launcher, id: &str, kind: UpperKind) -
 fn stop(assembly: &Assembly, made: Assembled) {
     made.cgroup.kill().expect("killed");
     process::reap(made.created.init_pidfd.as_fd(), 20_000).expect("reaped");
-    assembly.release(&made.cgroup, &made.upper, DEADLINE).expect("released");
+    assembly
+        .release(&made.cgroup, &made.upper, DEADLINE)
+        .expect("released");
 }
 
 fn run(launcher: &Launcher, made: &Assembled, number: u32, memory: bool) {
@@ -143,13 +169,19 @@ fn run(launcher: &Launcher, made: &Assembled, number: u32, memory: bool) {
         cpus: vec![0, 1],
     };
     let cgroup = made.cgroup.create_run(&plan.run, memory).expect("a cgroup");
-    let null = File::options().read(true).write(true).open("/dev/null").expect("/dev/null");
+    let null = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/null")
+        .expect("/dev/null");
     let target = Target {
         init_pidfd: made.created.init_pidfd.as_fd(),
         policy: &policy,
     };
     let stdio = [null.as_fd(), null.as_fd(), null.as_fd()];
-    let entered = launcher.enter(&target, &plan, stdio, &cgroup).expect("entered");
+    let entered = launcher
+        .enter(&target, &plan, stdio, &cgroup)
+        .expect("entered");
     assert_eq!(read_status(entered.status.as_fd()), None);
     process::reap(entered.pidfd.as_fd(), 20_000).expect("reaped");
     cgroup.remove().expect("removed");
@@ -161,7 +193,9 @@ fn cpu(launcher: &Launcher) -> f64 {
         let stat = fs::read_to_string(path).expect("stat");
         let rest = stat.rsplit(')').next().expect("fields");
         let all = rest.split_whitespace().skip(11 + from).take(to - from);
-        all.map(|field| field.parse::<f64>().expect("ticks")).sum::<f64>() * 10_000.0
+        all.map(|field| field.parse::<f64>().expect("ticks"))
+            .sum::<f64>()
+            * 10_000.0
     };
     let pid = launcher.pid().expect("alive");
     ticks("/proc/self/stat".to_owned(), 0, 4) + ticks(format!("/proc/{pid}/stat"), 0, 2)
@@ -180,12 +214,24 @@ fn report(what: &str, count: u32, start: Instant, cpu: f64) {
 fn memory_of(pid: i32) -> String {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
     let wanted = ["Rss:", "Pss:", "Private_Dirty:", "Private_Clean:"];
-    let lines = text.lines().filter(|l| wanted.iter().any(|w| l.starts_with(w)));
-    lines.map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>().join(", ")
+    let lines = text
+        .lines()
+        .filter(|l| wanted.iter().any(|w| l.starts_with(w)));
+    lines
+        .map(|l| l.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn available() -> i64 {
     let text = fs::read_to_string("/proc/meminfo").expect("meminfo");
-    let line = text.lines().find(|l| l.starts_with("MemAvailable")).expect("a line");
-    line.split_whitespace().nth(1).expect("a value").parse().expect("a number")
+    let line = text
+        .lines()
+        .find(|l| l.starts_with("MemAvailable"))
+        .expect("a line");
+    line.split_whitespace()
+        .nth(1)
+        .expect("a value")
+        .parse()
+        .expect("a number")
 }

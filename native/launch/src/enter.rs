@@ -146,7 +146,13 @@ fn join(entry: &Entry<'_>) -> Result<()> {
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }
-    let keep = [0, 1, 2, entry.fds.init.as_raw_fd(), entry.fds.status.as_raw_fd()];
+    let keep = [
+        0,
+        1,
+        2,
+        entry.fds.init.as_raw_fd(),
+        entry.fds.status.as_raw_fd(),
+    ];
     process::close_all_but(&keep).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)
 }
@@ -175,7 +181,10 @@ fn change_directory(plan: &RunPlan) -> Result<()> {
 }
 
 fn strings(plan: &RunPlan) -> Result<Vec<CString>> {
-    let all = plan.argv.iter().map(|argument| cstring(argument.as_slice()));
+    let all = plan
+        .argv
+        .iter()
+        .map(|argument| cstring(argument.as_slice()));
     all.collect::<std::io::Result<_>>().step("enter.argv")
 }
 
@@ -209,7 +218,11 @@ fn exec(plan: &RunPlan, argv: &[CString], env: &[CString]) -> LaunchError {
     let mut worst = std::io::Error::from_raw_os_error(libc::ENOENT);
     for directory in path.split(|byte| *byte == b':') {
         // An empty part means the working directory.
-        let directory = if directory.is_empty() { b".".as_slice() } else { directory };
+        let directory = if directory.is_empty() {
+            b".".as_slice()
+        } else {
+            directory
+        };
         let program = [directory, b"/", name].concat();
         if program.len() > PROGRAM_MAX {
             continue;
@@ -232,8 +245,13 @@ fn explain(plan: &RunPlan, error: &std::io::Error) -> LaunchError {
     let program = String::from_utf8_lossy(&plan.argv[0]).into_owned();
     let errno = error.raw_os_error().unwrap_or(0);
     let code = match errno {
-        libc::ENOENT | libc::ENOTDIR | libc::EACCES | libc::ENOEXEC | libc::ELOOP
-        | libc::ENAMETOOLONG | libc::EISDIR => Code::NoProgram,
+        libc::ENOENT
+        | libc::ENOTDIR
+        | libc::EACCES
+        | libc::ENOEXEC
+        | libc::ELOOP
+        | libc::ENAMETOOLONG
+        | libc::EISDIR => Code::NoProgram,
         libc::E2BIG => Code::TooLong,
         _ => return LaunchError::step("exec", error).with("program", program),
     };

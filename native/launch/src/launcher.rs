@@ -94,7 +94,10 @@ impl Process {
         let process = Self { child, socket };
         match process.receive(Instant::now() + START_DEADLINE)? {
             (Reply::Ready, _) => Ok(process),
-            _ => Err(LaunchError::new(Code::Internal, "the launcher did not say it is ready")),
+            _ => Err(LaunchError::new(
+                Code::Internal,
+                "the launcher did not say it is ready",
+            )),
         }
     }
 
@@ -173,7 +176,10 @@ fn end_strays(leaf: &str) {
         let read = |file: &str| fs::read_to_string(entry.path().join(file)).unwrap_or_default();
         // After the last ')': a name may contain anything.
         let stat = read("stat");
-        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
+        let parent = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.split_whitespace().nth(1));
         let inside = |line: &str| line.starts_with("0::") && line.ends_with(&suffix);
         if parent != Some(own.as_str()) || !read("cgroup").lines().any(inside) {
             continue;

@@ -12,6 +12,7 @@ mod create;
 mod enter;
 pub mod failpoint;
 mod filter;
+mod hierarchy;
 mod init;
 pub mod launcher;
 pub mod layers;

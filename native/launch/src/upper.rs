@@ -82,7 +82,12 @@ impl Uppers {
     /// Kinds that work here, best first; tried once.
     pub fn kinds(&self) -> Vec<UpperKind> {
         let tried = self.kinds.get_or_init(|| {
-            let order = [UpperKind::Prjquota, UpperKind::Btrfs, UpperKind::Ext4, UpperKind::Tmpfs];
+            let order = [
+                UpperKind::Prjquota,
+                UpperKind::Btrfs,
+                UpperKind::Ext4,
+                UpperKind::Tmpfs,
+            ];
             let works = |kind: &UpperKind| trial(*kind, &self.state_dir).is_ok();
             order.into_iter().filter(works).collect()
         });
@@ -106,7 +111,10 @@ impl Uppers {
     pub fn create(&self, id: &str, spec: &UpperSpec) -> Result<Upper> {
         check_name("id", id)?;
         if spec.bytes == 0 {
-            return Err(LaunchError::field("upper.bytes", "upper.bytes must be positive"));
+            return Err(LaunchError::field(
+                "upper.bytes",
+                "upper.bytes must be positive",
+            ));
         }
         let upper = Upper {
             id: id.to_owned(),
@@ -181,17 +189,24 @@ impl Uppers {
                     Some(kind) => kind,
                     None => self.kind_of_mount(&id)?,
                 };
-                found.push(Upper { id, kind, bytes: 0, inodes: 0 });
+                found.push(Upper {
+                    id,
+                    kind,
+                    bytes: 0,
+                    inodes: 0,
+                });
             }
         }
         Ok(found)
     }
 
     fn kind_of_mount(&self, id: &str) -> Result<UpperKind> {
-        let tree = self.pinned.open_at(&format!("{MOUNTS_AT}/{id}"), OFlags::PATH);
+        let tree = self
+            .pinned
+            .open_at(&format!("{MOUNTS_AT}/{id}"), OFlags::PATH);
         let about = rustix::fs::fstatfs(tree.step("upper.list")?).step("upper.list")?;
         // A directory whose mount failed is on the namespace's own tmpfs: removing it is the same.
-        if about.f_type as i64 == TMPFS_MAGIC && !self.image(id).exists() {
+        if about.f_type == TMPFS_MAGIC && !self.image(id).exists() {
             Ok(UpperKind::Tmpfs)
         } else {
             Ok(UpperKind::Ext4)
@@ -275,7 +290,10 @@ impl Uppers {
     fn create_btrfs(&self, upper: &Upper) -> Result<()> {
         let root = self.btrfs_root()?;
         let made = btrfs::create_subvolume(root.as_fd(), &name(upper)?);
-        if made.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
+        if made
+            .as_ref()
+            .is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists)
+        {
             return Err(exists(&upper.id));
         }
         made.step("upper.subvolume")?;
@@ -430,7 +448,10 @@ fn sparse(path: &Path, bytes: u64) -> Result<()> {
 
 pub(crate) fn ext4(image: &Path, bytes: u64, inodes: u64) -> Result<OwnedFd> {
     if bytes < EXT4_MIN {
-        return Err(LaunchError::field("upper.bytes", "ext4 needs at least 1 MiB"));
+        return Err(LaunchError::field(
+            "upper.bytes",
+            "ext4 needs at least 1 MiB",
+        ));
     }
     sparse(image, bytes)?;
     let count = inodes.to_string();
@@ -441,7 +462,11 @@ pub(crate) fn ext4(image: &Path, bytes: u64, inodes: u64) -> Result<OwnedFd> {
         arguments.extend(["-N", count.as_str()]);
     }
     tool("mkfs.ext4", &arguments, image)?;
-    let file = File::options().read(true).write(true).open(image).step("upper.image")?;
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(image)
+        .step("upper.image")?;
     let device = block::attach(file.as_fd(), false).step("upper.loop")?;
     let options = [("source", Value::Text(&device.path))];
     mounting::make("upper.ext4", c"ext4", &options, mount::NODEV)
@@ -459,7 +484,11 @@ pub(crate) fn format_btrfs(image: &Path, bytes: u64) -> Result<()> {
 }
 
 pub(crate) fn mount_btrfs_image(image: &Path) -> Result<OwnedFd> {
-    let file = File::options().read(true).write(true).open(image).step("upper.image")?;
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(image)
+        .step("upper.image")?;
     let device = block::attach(file.as_fd(), false).step("upper.loop")?;
     let options = [
         ("source", Value::Text(device.path.as_str())),

@@ -14,8 +14,14 @@ fn a_program_runs() {
     let node = Node::new();
     let sandbox = node.create(&plan("a")).expect("created");
     let output = sandbox.sh("echo out; echo err >&2; exit 7");
-    assert_eq!((output.code, output.out.as_str(), output.err.as_str()), (7, "out\n", "err\n"));
-    assert_eq!(sandbox.said("cat /proc/1/comm; hostname; pwd; id -u"), "init\nbox\n/\n0");
+    assert_eq!(
+        (output.code, output.out.as_str(), output.err.as_str()),
+        (7, "out\n", "err\n")
+    );
+    assert_eq!(
+        sandbox.said("cat /proc/1/comm; hostname; pwd; id -u"),
+        "init\nbox\n/\n0"
+    );
     assert_eq!(sandbox.sh("kill -9 $$").code, 137);
 }
 
@@ -31,33 +37,74 @@ fn the_system_is_there_and_the_host_is_not() {
     }];
     let sandbox = node.create(&wish).expect("created");
     assert_eq!(sandbox.said("cat /etc/hosts"), "127.0.0.1 localhost");
-    assert_eq!(sandbox.said("echo x >> /etc/hosts; tail -n1 /etc/hosts"), "x");
+    assert_eq!(
+        sandbox.said("echo x >> /etc/hosts; tail -n1 /etc/hosts"),
+        "x"
+    );
     assert_eq!(sandbox.said("stat -c %a /run/deep /tmp"), "1777\n1777");
     sandbox.said("echo x > /dev/null; head -c 3 /dev/urandom | wc -c; echo x > /dev/shm/x");
-    assert_ne!(sandbox.sh("head -c 2097152 /dev/zero > /dev/shm/y").code, 0, "shm is sized");
-    assert_ne!(sandbox.sh("head -c 2097152 /dev/zero > /run/deep/y").code, 0, "tmpfs is sized");
-    for empty in ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kpagecgroup"] {
-        assert_eq!(sandbox.sh(&format!("cat {empty} | head -c 9")).out, "", "{empty}");
+    assert_ne!(
+        sandbox.sh("head -c 2097152 /dev/zero > /dev/shm/y").code,
+        0,
+        "shm is sized"
+    );
+    assert_ne!(
+        sandbox.sh("head -c 2097152 /dev/zero > /run/deep/y").code,
+        0,
+        "tmpfs is sized"
+    );
+    for empty in [
+        "/proc/kcore",
+        "/proc/keys",
+        "/proc/timer_list",
+        "/proc/kpagecgroup",
+    ] {
+        assert_eq!(
+            sandbox.sh(&format!("cat {empty} | head -c 9")).out,
+            "",
+            "{empty}"
+        );
     }
     assert_eq!(sandbox.said("ls /sys/firmware | wc -l"), "0");
     assert_ne!(sandbox.sh("echo 1 > /proc/sys/kernel/panic").code, 0);
     assert_ne!(sandbox.sh("echo b > /proc/sysrq-trigger").code, 0);
     assert_ne!(sandbox.sh("touch /sys/x").code, 0);
-    assert_ne!(sandbox.sh("cat /proc/1/environ").code, 0, "init is out of reach");
+    assert_ne!(
+        sandbox.sh("cat /proc/1/environ").code,
+        0,
+        "init is out of reach"
+    );
     assert_ne!(sandbox.sh("ls /proc/1/fd").code, 0, "init is out of reach");
     sandbox.said("kill -9 1; sleep 0.1; true");
-    assert_eq!(sandbox.said("cat /proc/1/comm"), "init", "PID 1 cannot be killed from inside");
-    assert_eq!(sandbox.said("ip -o link | wc -l; ip -o addr | grep -c 127.0.0.1"), "1\n1");
-    assert_eq!(sandbox.said("set -- /proc/[0-9]*; echo $#"), "2", "init and the shell");
+    assert_eq!(
+        sandbox.said("cat /proc/1/comm"),
+        "init",
+        "PID 1 cannot be killed from inside"
+    );
+    assert_eq!(
+        sandbox.said("ip -o link | wc -l; ip -o addr | grep -c 127.0.0.1"),
+        "1\n1"
+    );
+    assert_eq!(
+        sandbox.said("set -- /proc/[0-9]*; echo $#"),
+        "2",
+        "init and the shell"
+    );
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
-    assert!(!mounts.contains("overlay"), "the host sees a mount of the sandbox");
+    assert!(
+        !mounts.contains("overlay"),
+        "the host sees a mount of the sandbox"
+    );
 }
 
 #[test]
 fn layers_stack_and_the_disk_holds_plain_ids() {
     require!();
     let node = Node::new();
-    node.layer("one", "mkdir -p opaque gone; echo 1 > opaque/old; echo 1 > gone/x; echo 1 > file");
+    node.layer(
+        "one",
+        "mkdir -p opaque gone; echo 1 > opaque/old; echo 1 > gone/x; echo 1 > file",
+    );
     node.layer(
         "two",
         "mkdir opaque; echo 2 > opaque/new; \
@@ -69,15 +116,29 @@ fn layers_stack_and_the_disk_holds_plain_ids() {
     wish.upper.kind = UpperKind::Btrfs;
     wish.upper.bytes = 64 * MIB;
     let sandbox = node.create(&wish).expect("created");
-    assert_eq!(sandbox.said("ls /opaque; cat /file; ls -d /gone 2>&1 | grep -c 'No such'"), "new\n2\n1");
-    assert_ne!(sandbox.sh("echo x > /kvm").code, 0, "a device node of a layer does not open");
-    assert_ne!(sandbox.sh("mknod /tmp/n c 1 3").code, 0, "and none can be made");
+    assert_eq!(
+        sandbox.said("ls /opaque; cat /file; ls -d /gone 2>&1 | grep -c 'No such'"),
+        "new\n2\n1"
+    );
+    assert_ne!(
+        sandbox.sh("echo x > /kvm").code,
+        0,
+        "a device node of a layer does not open"
+    );
+    assert_ne!(
+        sandbox.sh("mknod /tmp/n c 1 3").code,
+        0,
+        "and none can be made"
+    );
     sandbox.said("rm -r /opaque && mkdir /opaque && [ -z \"$(ls /opaque)\" ]");
     sandbox.said("echo mine > /mine; chown 1000:1001 /mine; rm /file");
     let tree = "upper-btrfs/a/upper";
     let inside = format!("/proc/{}/root", sandbox.made.created.init_pid);
     assert!(std::fs::metadata(format!("{inside}/mine")).is_ok());
-    let out = kit::in_pinned(&node, &format!("stat -c '%u %g' /{tree}/mine; stat -c '%F' /{tree}/file"));
+    let out = kit::in_pinned(
+        &node,
+        &format!("stat -c '%u %g' /{tree}/mine; stat -c '%F' /{tree}/file"),
+    );
     assert_eq!(out, "1000 1001\ncharacter special file\n");
 }
 
@@ -92,7 +153,11 @@ fn users_and_privileges() {
     let output = sandbox.finish(&run).expect("a run");
     let expected =
         "uid=1000(ann) gid=1001(ann) groups=50(staff),1001(ann)\n/home/ann ann\n/home/ann\n";
-    assert_eq!((output.code, output.out.as_str()), (0, expected), "{output:?}");
+    assert_eq!(
+        (output.code, output.out.as_str()),
+        (0, expected),
+        "{output:?}"
+    );
     let caps = |sandbox: &kit::Sandbox<'_>, user: &str| {
         let mut run = sandbox.run_plan(&["/bin/grep", "^Cap", "/proc/self/status"]);
         run.user = user.to_owned();
@@ -106,9 +171,17 @@ fn users_and_privileges() {
     assert_eq!(caps(&sandbox, "ann"), [none, none, none, all, none]);
     let mut suid = sandbox.run_plan(&["/usr/bin/suid", "euid"]);
     suid.user = "ann".to_owned();
-    assert_eq!(sandbox.finish(&suid).expect("a run").out, "0\n", "setuid works, so does sudo");
+    assert_eq!(
+        sandbox.finish(&suid).expect("a run").out,
+        "0\n",
+        "setuid works, so does sudo"
+    );
     sandbox.policy.no_new_privs = true;
-    assert_eq!(sandbox.finish(&suid).expect("a run").out, "1000\n", "not with no_new_privs");
+    assert_eq!(
+        sandbox.finish(&suid).expect("a run").out,
+        "1000\n",
+        "not with no_new_privs"
+    );
 }
 
 #[test]
@@ -121,11 +194,20 @@ fn what_cannot_start_says_why() {
         change(&mut run);
         sandbox.finish(&run).expect_err("refused").code
     };
-    assert_eq!(fails(&|r| r.argv = vec![ByteBuf::from("nothing")]), Code::NoProgram);
-    assert_eq!(fails(&|r| r.argv = vec![ByteBuf::from("/etc/passwd")]), Code::NoProgram);
+    assert_eq!(
+        fails(&|r| r.argv = vec![ByteBuf::from("nothing")]),
+        Code::NoProgram
+    );
+    assert_eq!(
+        fails(&|r| r.argv = vec![ByteBuf::from("/etc/passwd")]),
+        Code::NoProgram
+    );
     assert_eq!(fails(&|r| r.user = "bob".to_owned()), Code::NoUser);
     assert_eq!(fails(&|r| r.cwd = ByteBuf::from("/nowhere")), Code::NoCwd);
-    assert_eq!(fails(&|r| r.argv.push(ByteBuf::from(vec![b'x'; 1 << 20]))), Code::TooLong);
+    assert_eq!(
+        fails(&|r| r.argv.push(ByteBuf::from(vec![b'x'; 1 << 20]))),
+        Code::TooLong
+    );
     let private = |r: &mut dsec_launch::RunPlan| {
         r.user = "ann".to_owned();
         r.cwd = ByteBuf::from("/root/private");
@@ -133,12 +215,17 @@ fn what_cannot_start_says_why() {
     sandbox.said("mkdir -m 700 /root/private");
     assert_eq!(fails(&private), Code::NoCwd);
     let mut long = sandbox.run_plan(&["/bin/sh", "-c", "echo $#", "sh"]);
-    long.argv.extend((0..12).map(|_| ByteBuf::from(vec![b'x'; 100 << 10])));
+    long.argv
+        .extend((0..12).map(|_| ByteBuf::from(vec![b'x'; 100 << 10])));
     long.env = BTreeMap::new();
     let output = sandbox.finish(&long).expect("a run with a memfd request");
     assert_eq!(output.out, "12\n");
     sandbox.said("rm /etc/passwd; mkfifo /etc/passwd");
-    assert_eq!(fails(&|r| r.user = "ann".to_owned()), Code::NoUser, "a pipe does not block");
+    assert_eq!(
+        fails(&|r| r.user = "ann".to_owned()),
+        Code::NoUser,
+        "a pipe does not block"
+    );
 }
 
 #[test]
@@ -147,8 +234,15 @@ fn limits_hold_and_are_counted() {
     let node = Node::new();
     let sandbox = node.create(&plan("a")).expect("created");
     let fork = sandbox.sh("for i in $(seq 100); do sleep 5 & done 2>&1 | head -c 200");
-    assert!(sandbox.made.cgroup.usage().expect("usage").pids_max_events > 0, "{fork:?}");
-    let run = sandbox.run_plan(&["/bin/sh", "-c", "head -c 1000000000 /dev/zero | tail -c 1000000000"]);
+    assert!(
+        sandbox.made.cgroup.usage().expect("usage").pids_max_events > 0,
+        "{fork:?}"
+    );
+    let run = sandbox.run_plan(&[
+        "/bin/sh",
+        "-c",
+        "head -c 1000000000 /dev/zero | tail -c 1000000000",
+    ]);
     let going = sandbox.start(&run).expect("started");
     going.code();
     let used = going.cgroup.usage().expect("usage");
@@ -157,7 +251,11 @@ fn limits_hold_and_are_counted() {
     let other = sandbox.run_plan(&["/bin/true"]);
     let going = sandbox.start(&other).expect("started");
     assert_eq!(going.code(), 0);
-    assert_eq!(going.cgroup.usage().expect("usage").oom_kills, 0, "another run is not blamed");
+    assert_eq!(
+        going.cgroup.usage().expect("usage").oom_kills,
+        0,
+        "another run is not blamed"
+    );
     assert!(sandbox.made.cgroup.usage().expect("usage").oom_kills > 0);
 }
 
@@ -168,7 +266,10 @@ fn the_filter_refuses() {
     let mut wish = plan("a");
     wish.seccomp.deny = vec!["mkdir".to_owned(), "mkdirat".to_owned()];
     let sandbox = node.create(&wish).expect("created");
-    assert_eq!(sandbox.said("grep ^Seccomp: /proc/self/status | tr -dc 0-9"), "2");
+    assert_eq!(
+        sandbox.said("grep ^Seccomp: /proc/self/status | tr -dc 0-9"),
+        "2"
+    );
     assert_ne!(sandbox.sh("mkdir /tmp/d").code, 0);
     assert_ne!(sandbox.sh("unshare -U true").code, 0);
     assert_ne!(sandbox.sh("mount -t tmpfs none /tmp").code, 0);
@@ -202,7 +303,11 @@ fn hostile_images() {
     let node = Node::new();
     let outcomes = [
         ("etc", "ln -s / etc", None),
-        ("resolv", "mkdir etc; ln -s ../../../../tmp/x etc/resolv.conf", None),
+        (
+            "resolv",
+            "mkdir etc; ln -s ../../../../tmp/x etc/resolv.conf",
+            None,
+        ),
         ("dangling", "mkdir etc; ln -s /nowhere etc/hosts", None),
         ("magic", "ln -s /proc/self/cwd etc", Some(Code::Launch)),
         ("dev", "ln -s /etc dev", Some(Code::Launch)),
@@ -232,6 +337,10 @@ fn a_missing_layer_is_not_found() {
     let node = Node::new();
     let mut wish = plan("a");
     wish.layers.push("missing".to_owned());
-    assert_eq!(node.create(&wish).err().expect("refused").code, Code::NotFound);
-    node.create(&plan("a")).expect("nothing of the failed one is left");
+    assert_eq!(
+        node.create(&wish).err().expect("refused").code,
+        Code::NotFound
+    );
+    node.create(&plan("a"))
+        .expect("nothing of the failed one is left");
 }

@@ -32,10 +32,23 @@ fn every_upper_is_limited_exactly_and_freed() {
             let sandbox = node.create(&wish).expect("created");
             let got = fill(&sandbox);
             // ext4 and btrfs keep their own structures within the limit.
-            assert!(got <= bytes && got > bytes / 10 * 8, "{kind:?} round {round}: {got}");
-            let used = node.assembly().uppers.usage(&sandbox.made.upper).expect("usage");
+            assert!(
+                got <= bytes && got > bytes / 10 * 8,
+                "{kind:?} round {round}: {got}"
+            );
+            let used = node
+                .assembly()
+                .uppers
+                .usage(&sandbox.made.upper)
+                .expect("usage");
             assert!(used.bytes <= bytes, "{kind:?}: {used:?}");
-            assert_ne!(sandbox.sh("head -c 131072 /dev/urandom > /more && sync").code, 0, "{kind:?} is full");
+            assert_ne!(
+                sandbox
+                    .sh("head -c 131072 /dev/urandom > /more && sync")
+                    .code,
+                0,
+                "{kind:?} is full"
+            );
             sandbox.said("rm /fill; sync; echo fine > /after; cat /after");
             sandbox.stop();
             assert_eq!(node.assembly().uppers.list().expect("a list"), []);
@@ -50,7 +63,8 @@ fn inodes_are_limited_where_a_kind_can() {
     let mut wish = plan("a");
     wish.upper.inodes = 50;
     let sandbox = node.create(&wish).expect("created");
-    let made = sandbox.sh("for i in $(seq 100); do touch /tmp/$i || break; done 2>/dev/null; ls /tmp | wc -l");
+    let made = sandbox
+        .sh("for i in $(seq 100); do touch /tmp/$i || break; done 2>/dev/null; ls /tmp | wc -l");
     let made: u32 = made.out.trim().parse().expect("a number");
     assert!((30..50).contains(&made), "{made}");
     wish.id = "b".to_owned();
@@ -80,7 +94,10 @@ fn layers_are_mounted_once_under_a_race() {
     pinned.unmount("same").expect("idempotent");
     assert_eq!(pinned.list().expect("a list").len(), 1);
     let error = pinned.mount("bad", "/etc/passwd").expect_err("no layer");
-    assert!(matches!(error.code, Code::Launch | Code::BadRequest), "{error:?}");
+    assert!(
+        matches!(error.code, Code::Launch | Code::BadRequest),
+        "{error:?}"
+    );
 }
 
 #[test]
@@ -92,7 +109,11 @@ fn fallbacks_work() {
         let mut wish = plan("a");
         wish.layers.push("top".to_owned());
         let sandbox = node.create(&wish).expect("created");
-        assert_eq!(sandbox.said("cat /top; echo x > /y; cat /y"), "top\nx", "{off}");
+        assert_eq!(
+            sandbox.said("cat /top; echo x > /y; cat /y"),
+            "top\nx",
+            "{off}"
+        );
     }
 }
 
@@ -109,7 +130,11 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
         .expect("the probe");
     let text = String::from_utf8_lossy(&done.stdout).into_owned();
     println!("{text}");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     for part in ["erofs: Some(", "overlay: Some(", "Tmpfs"] {
         assert!(text.contains(part), "{part}: {text}");
     }
@@ -120,7 +145,9 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
 fn every_failpoint_leaves_nothing() {
     require!();
     // Those of a run are passed by a run; "assembly.*" are in this process and have their own test.
-    let names = failpoint::NAMES.iter().filter(|name| !name.starts_with("assembly."));
+    let names = failpoint::NAMES
+        .iter()
+        .filter(|name| !name.starts_with("assembly."));
     for name in names {
         for action in ["error", "kill"] {
             let node = Node::with_env(&[("DSEC_NATIVE_FAILPOINTS", &format!("{name}:1:{action}"))]);
@@ -155,7 +182,11 @@ fn a_hanging_create_is_ended_at_its_deadline() {
         let before = Inventory::take(&node);
         let mut wish = plan("a");
         wish.deadline_ms = 300;
-        assert_eq!(node.create(&wish).err().expect("a deadline").code, Code::Deadline, "{name}");
+        assert_eq!(
+            node.create(&wish).err().expect("a deadline").code,
+            Code::Deadline,
+            "{name}"
+        );
         assert_eq!(before, Inventory::take(&node), "{name}");
     }
 }

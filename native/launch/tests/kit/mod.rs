@@ -15,7 +15,9 @@ use dsec_launch::assembly::{Assembled, Assembly};
 use dsec_launch::cgroup::RunCgroup;
 use dsec_launch::config::Config;
 use dsec_launch::launcher::{read_status, Entered, Launcher, Target};
-use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec};
+use dsec_launch::plan::{
+    LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec,
+};
 use dsec_sys::process;
 use serde_bytes::ByteBuf;
 
@@ -78,7 +80,9 @@ pub fn base_image() -> &'static Path {
 }
 
 pub fn make_base(root: &Path) {
-    for directory in ["bin", "etc", "proc", "sys", "dev", "tmp", "root", "home/ann", "usr/bin"] {
+    for directory in [
+        "bin", "etc", "proc", "sys", "dev", "tmp", "root", "home/ann", "usr/bin",
+    ] {
         fs::create_dir_all(root.join(directory)).expect("a directory");
     }
     sh(&format!(
@@ -93,11 +97,18 @@ pub fn make_base(root: &Path) {
         "root:x:0:0:root:/root:/bin/sh\nann:x:1000:1001::/home/ann:/bin/sh\n",
     )
     .expect("passwd");
-    fs::write(root.join("etc/group"), "root:x:0:\nann:x:1001:\nstaff:x:50:ann\n").expect("group");
+    fs::write(
+        root.join("etc/group"),
+        "root:x:0:\nann:x:1001:\nstaff:x:50:ann\n",
+    )
+    .expect("group");
 }
 
 pub fn sh(script: &str) {
-    let status = Command::new("sh").args(["-ec", script]).status().expect("sh");
+    let status = Command::new("sh")
+        .args(["-ec", script])
+        .status()
+        .expect("sh");
     assert!(status.success(), "{script}");
 }
 
@@ -107,7 +118,11 @@ pub fn erofs(root: &Path, image: &Path) {
         .arg(root)
         .output()
         .expect("mkfs.erofs");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
 }
 
 impl Node {
@@ -144,7 +159,10 @@ impl Node {
             _alone: alone,
         };
         let base = base_image().to_string_lossy().into_owned();
-        node.assembly().pinned.mount("base", &base).expect("the base");
+        node.assembly()
+            .pinned
+            .mount("base", &base)
+            .expect("the base");
         node
     }
 
@@ -163,7 +181,8 @@ impl Node {
             binary: PathBuf::from(BINARY),
             ..self.config.clone()
         };
-        self.calm.get_or_init(|| Launcher::spawn(&config).expect("a launcher"));
+        self.calm
+            .get_or_init(|| Launcher::spawn(&config).expect("a launcher"));
     }
 
     fn launcher_pids(&self) -> Vec<u32> {
@@ -193,7 +212,10 @@ impl Node {
         let image = self.home.join(format!("{digest}.erofs"));
         erofs(&root, &image);
         let path = image.to_string_lossy().into_owned();
-        self.assembly().pinned.mount(digest, &path).expect("a layer");
+        self.assembly()
+            .pinned
+            .mount(digest, &path)
+            .expect("a layer");
     }
 }
 
@@ -354,7 +376,9 @@ impl Sandbox<'_> {
         }
         self.made.cgroup.kill().expect("killed");
         let pidfd = self.made.created.init_pidfd.as_fd();
-        process::reap(pidfd, 20_000).expect("reaped").expect("the init ended");
+        process::reap(pidfd, 20_000)
+            .expect("reaped")
+            .expect("the init ended");
         self.node
             .assembly()
             .release(&self.made.cgroup, &self.made.upper, PATIENCE)
@@ -427,12 +451,19 @@ impl Going {
 pub fn in_pinned(node: &Node, script: &str) -> String {
     let busybox = "/layers/base/bin/busybox";
     let done = Command::new("/usr/bin/nsenter")
-        .arg(format!("--mount={}", node.config.run_dir.join("ns/mnt").display()))
+        .arg(format!(
+            "--mount={}",
+            node.config.run_dir.join("ns/mnt").display()
+        ))
         .args([busybox, "sh", "-ec", script])
         .env("PATH", "/layers/base/bin")
         .output()
         .expect("nsenter");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
@@ -474,7 +505,10 @@ impl Inventory {
     pub fn take(node: &Node) -> Self {
         let here = std::process::id();
         let mounts = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
-        let ours = mounts.lines().filter(|l| l.contains(&node.config.cgroup)).collect::<Vec<_>>();
+        let ours = mounts
+            .lines()
+            .filter(|l| l.contains(&node.config.cgroup))
+            .collect::<Vec<_>>();
         let names = |path: &Path| -> Vec<PathBuf> {
             let all = fs::read_dir(path).into_iter().flatten().flatten();
             let mut all: Vec<_> = all.map(|entry| entry.path()).collect();
@@ -486,7 +520,10 @@ impl Inventory {
             node.config.cgroup
         );
         let output = |script: &str| {
-            let done = Command::new("sh").args(["-c", script]).output().expect("sh");
+            let done = Command::new("sh")
+                .args(["-c", script])
+                .output()
+                .expect("sh");
             String::from_utf8_lossy(&done.stdout).into_owned()
         };
         let uppers = node.assembly().uppers.list().expect("uppers");
