@@ -5,6 +5,7 @@
 //! its own. [`assembly`] is the usual order of doing all of it, with everything undone on failure.
 
 pub mod assembly;
+mod backing;
 pub mod cgroup;
 pub mod check;
 pub mod config;
@@ -20,6 +21,7 @@ mod mounting;
 pub mod netns;
 pub mod plan;
 pub mod probe;
+mod run_cgroup;
 mod server;
 pub mod switch;
 mod syscalls;

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use dsec_sys::mount;
 
+use crate::backing;
 use crate::config::Config;
 use crate::hierarchy::{detect, Hierarchies};
 use crate::layers;
@@ -16,7 +17,6 @@ use crate::mounting::{self, Making};
 use crate::plan::{
     CgroupProbe, ErofsWay, IdmapProbe, LaunchError, OverlayWay, Probe, Result, Step, UpperKind,
 };
-use crate::upper;
 
 static CACHE: OnceLock<Probe> = OnceLock::new();
 
@@ -84,7 +84,7 @@ fn try_all(config: &Config) -> Probe {
     ];
     for kind in order {
         let name = format!("upper.{}", kind.name());
-        let Some(mounted) = tried.keep(&name, upper::trial(kind, at)) else {
+        let Some(mounted) = tried.keep(&name, backing::trial(kind, at)) else {
             continue;
         };
         let mapped = tried

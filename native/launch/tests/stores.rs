@@ -202,3 +202,32 @@ fn hundreds_of_sandboxes_leave_nothing() {
     }
     assert_eq!(before, Inventory::take(&node));
 }
+
+#[test]
+fn quota_groups_of_removed_uppers_go() {
+    require!();
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.upper.kind = UpperKind::Btrfs;
+    wish.upper.bytes = 64 * MIB;
+    let groups = || {
+        kit::in_pinned_root(&node, |root| {
+            let fs = std::fs::File::open(root.join("upper-btrfs")).expect("the store");
+            rustix::fs::fsync(&fs).expect("committed");
+            let all = dsec_sys::btrfs::groups(std::os::fd::AsFd::as_fd(&fs), 256, u64::MAX >> 16);
+            all.expect("groups").len()
+        })
+    };
+    for _ in 0..40 {
+        let sandbox = node.create(&wish).expect("created");
+        sandbox.said("head -c 100000 /dev/urandom > /x");
+        sandbox.stop();
+    }
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(120);
+    while groups() > 5 {
+        assert!(std::time::Instant::now() < end, "{} groups stay", groups());
+        kit::sh("sync");
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        node.create(&wish).expect("created").stop();
+    }
+}

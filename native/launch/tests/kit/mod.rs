@@ -467,10 +467,9 @@ pub fn in_pinned(node: &Node, script: &str) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// Mount points of the pinned namespace.
-fn pinned_mounts(node: &Node) -> Vec<String> {
+/// Looks at the pinned namespace through a process that is inside for a moment.
+fn with_process_inside<T>(node: &Node, look: impl FnOnce(&Path) -> T) -> T {
     let ns = node.config.run_dir.join("ns/mnt");
-    // A process that is inside for a moment is looked at from here.
     let mut child = Command::new("/usr/bin/nsenter")
         .arg(format!("--mount={}", ns.display()))
         .args(["/layers/base/bin/busybox", "sh", "-c", "echo; read x"])
@@ -481,9 +480,22 @@ fn pinned_mounts(node: &Node) -> Vec<String> {
     let mut byte = [0u8; 1];
     let mut out = child.stdout.take().expect("a pipe");
     out.read_exact(&mut byte).expect("it is inside");
-    let text = fs::read_to_string(format!("/proc/{}/mountinfo", child.id())).expect("mountinfo");
+    let seen = look(Path::new(&format!("/proc/{}", child.id())));
     drop(child.stdin.take());
     child.wait().expect("ended");
+    seen
+}
+
+/// The root of the pinned namespace, as a path.
+pub fn in_pinned_root<T>(node: &Node, look: impl FnOnce(&Path) -> T) -> T {
+    with_process_inside(node, |process| look(&process.join("root")))
+}
+
+/// Mount points of the pinned namespace.
+fn pinned_mounts(node: &Node) -> Vec<String> {
+    let text = with_process_inside(node, |process| {
+        fs::read_to_string(process.join("mountinfo")).expect("mountinfo")
+    });
     let point = |line: &str| line.split(' ').nth(4).map(str::to_owned);
     text.lines().filter_map(point).collect()
 }
@@ -545,11 +557,19 @@ impl Inventory {
                 .count(),
             uppers: uppers.into_iter().map(|upper| upper.id).collect(),
             state: names(&node.config.state_dir),
-            loops: output(&format!("losetup -a | grep -c '{}'", node.home.display()))
-                .trim()
-                .parse()
-                .unwrap_or(0),
+            loops: loops(node),
             descriptors,
         }
     }
+}
+
+/// Loop devices over files of a node or of the base image.
+pub fn loops(node: &Node) -> usize {
+    let done = Command::new("losetup").arg("-a").output().expect("losetup");
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    let home = node.home.to_string_lossy();
+    let base = base_image().to_string_lossy();
+    text.lines()
+        .filter(|line| line.contains(&*home) || line.contains(&*base))
+        .count()
 }
