@@ -1,6 +1,6 @@
 //! The keeper's memory: named entries of bytes, descriptors and, once it is known, an ending.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 
 use serde_bytes::ByteBuf;
@@ -12,8 +12,6 @@ pub struct Entry {
     pub meta: ByteBuf,
     pub pid: Option<i32>,
     pub ending: Option<Fallen>,
-    /// Whether the runtime that is connected now knows the ending.
-    pub told: bool,
     pub fds: Vec<(String, OwnedFd)>,
 }
 
@@ -22,6 +20,8 @@ pub struct Store {
     entries: BTreeMap<String, Entry>,
     /// Processes whose ending is still to come.
     by_pid: HashMap<i32, String>,
+    /// Entries whose ending the runtime that is connected now does not know yet.
+    untold: BTreeSet<String>,
     meta_total: usize,
 }
 
@@ -57,7 +57,7 @@ impl Store {
                 self.by_pid.remove(&old);
             }
             entry.ending = None;
-            entry.told = false;
+            self.untold.remove(&put.key);
             self.by_pid.insert(pid, put.key);
         }
         entry
@@ -70,6 +70,7 @@ impl Store {
     pub fn del(&mut self, key: &str) {
         if let Some(entry) = self.entries.remove(key) {
             self.meta_total -= entry.meta.len();
+            self.untold.remove(key);
             if let Some(pid) = entry.pid {
                 if self.by_pid.get(&pid).is_some_and(|k| k == key) {
                     self.by_pid.remove(&pid);
@@ -80,15 +81,14 @@ impl Store {
 
     /// Records the ending of a process that fell to the keeper. `false`: nobody asked for it.
     pub fn ended(&mut self, pid: i32, ending: Fallen) -> bool {
-        let Some(entry) = self
-            .by_pid
-            .remove(&pid)
-            .and_then(|key| self.entries.get_mut(&key))
-        else {
+        let Some(key) = self.by_pid.remove(&pid) else {
+            return false;
+        };
+        let Some(entry) = self.entries.get_mut(&key) else {
             return false;
         };
         entry.ending = Some(ending);
-        entry.told = false;
+        self.untold.insert(key);
         true
     }
 
@@ -97,16 +97,13 @@ impl Store {
     }
 
     pub fn mark_told(&mut self, key: &str) {
-        if let Some(entry) = self.entries.get_mut(key) {
-            entry.told = true;
-        }
+        self.untold.remove(key);
     }
 
     /// A new runtime knows nothing.
     pub fn forget_told(&mut self) {
-        for entry in self.entries.values_mut() {
-            entry.told = false;
-        }
+        let ended = self.entries.iter().filter(|(_, e)| e.ending.is_some());
+        self.untold = ended.map(|(key, _)| key.clone()).collect();
     }
 
     pub fn keys(&self) -> Vec<String> {
@@ -115,10 +112,9 @@ impl Store {
 
     /// An ending that the runtime does not know yet.
     pub fn untold(&self) -> Option<(String, Fallen)> {
-        self.entries
-            .iter()
-            .filter(|(_, e)| !e.told)
-            .find_map(|(k, e)| e.ending.map(|ending| (k.clone(), ending)))
+        let key = self.untold.first()?;
+        let ending = self.entries.get(key)?.ending?;
+        Some((key.clone(), ending))
     }
 }
 
