@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
@@ -53,10 +55,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """Each call opens its own connection, so any thread may call."""
+    """Any thread may call: each has a connection of its own, kept, since a node resolves names for every sandbox."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._local = threading.local()
         with self._open() as db:
             self._migrate(db)
 
@@ -124,7 +127,9 @@ class Catalog:
     @staticmethod
     def _rows(db: sqlite3.Connection, where: str, *values: str) -> list[Row]:
         names: dict[str, list[str]] = {}
-        for kind, name, label, digest in db.execute("SELECT * FROM names ORDER BY name, kind, label"):
+        of = "WHERE digest = ?" if values else ""
+        query = f"SELECT kind, name, label, digest FROM names {of} ORDER BY name, kind, label"
+        for kind, name, label, digest in db.execute(query, values):
             names.setdefault(digest, []).append(str(Ref(kind, name, label)))
         return [
             Row(
@@ -141,13 +146,17 @@ class Catalog:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        try:
+        mine = getattr(self._local, "connection", None)
+        if mine is None or mine[0] != os.getpid():  # a connection must not cross a fork
+            db = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA synchronous = FULL")
-            yield db
+            mine = self._local.connection = (os.getpid(), db)
+        try:
+            yield mine[1]
         finally:
-            db.close()  # rolls back what was not committed
+            if mine[1].in_transaction:  # it was not committed
+                mine[1].execute("ROLLBACK")
 
     @staticmethod
     def _migrate(db: sqlite3.Connection) -> None:
