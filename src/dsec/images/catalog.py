@@ -19,6 +19,7 @@ Role = Literal["base", "workspace", "toolkit"]
 
 VERSION: Final = 1
 BUSY_TIMEOUT_S: Final = 30.0
+REMEMBERED_MAX: Final = 10_000
 
 _SCHEMA: Final = """
 CREATE TABLE layers (
@@ -85,17 +86,16 @@ class Catalog:
     def find(self, ref: Ref) -> Row | None:
         """The layer a reference means now."""
         with self._open() as db:
-            digest = ref.label
-            if ref.kind != "digest":
-                found = db.execute(
-                    "SELECT digest FROM names WHERE name = ? AND kind = ? AND label = ?",
-                    (ref.name, ref.kind, ref.label),
-                ).fetchone()
-                if found is None:
-                    return None
-                digest = found[0]
-            rows = self._rows(db, "WHERE digest = ?", digest)
-            return rows[0] if rows else None
+            # Both numbers stand still as long as nobody, here or elsewhere, writes: then the answer is the last one.
+            state = (db.execute("PRAGMA data_version").fetchone()[0], db.total_changes)
+            if self._local.seen[0] != state:
+                self._local.seen = (state, {})
+            answers: dict[Ref, Row | None] = self._local.seen[1]
+            if ref not in answers:
+                if len(answers) >= REMEMBERED_MAX:
+                    answers.clear()
+                answers[ref] = self._find(db, ref)
+            return answers[ref]
 
     def all(self) -> list[Row]:
         """Every layer, oldest first."""
@@ -111,6 +111,18 @@ class Catalog:
         """Forget a layer and its names."""
         with self._open() as db:
             db.execute("DELETE FROM layers WHERE digest = ?", (digest,))
+
+    def _find(self, db: sqlite3.Connection, ref: Ref) -> Row | None:
+        digest = ref.label
+        if ref.kind != "digest":
+            key = (ref.name, ref.kind, ref.label)
+            query = "SELECT digest FROM names WHERE name = ? AND kind = ? AND label = ?"
+            found = db.execute(query, key).fetchone()
+            if found is None:
+                return None
+            digest = found[0]
+        rows = self._rows(db, "WHERE digest = ?", digest)
+        return rows[0] if rows else None
 
     @staticmethod
     def _name(db: sqlite3.Connection, ref: Ref, digest: str) -> None:
@@ -152,6 +164,7 @@ class Catalog:
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA synchronous = FULL")
             mine = self._local.connection = (os.getpid(), db)
+            self._local.seen = (None, {})
         try:
             yield mine[1]
         finally:

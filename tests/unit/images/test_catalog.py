@@ -62,3 +62,14 @@ def test_a_newer_catalogue_is_left_alone(tmp_path: Path, catalog: Catalog) -> No
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(Conflict, match="newer dsec"):
         Catalog(tmp_path / "catalog.sqlite")
+
+
+def test_what_another_process_writes_is_seen(tmp_path: Path, catalog: Catalog) -> None:
+    other = Catalog(tmp_path / "catalog.sqlite")
+    assert catalog.find(parse("x:1")) is None
+    for letter in "ab":
+        other.add(row(letter), (parse("x:1"),))
+        found = catalog.find(parse("x:1"))
+        assert found is not None and found.digest == row(letter).digest
+    other.remove(row("b").digest)
+    assert catalog.find(parse("x:1")) is None
