@@ -150,7 +150,10 @@ def test_devices_cannot_be_made_or_opened(sbx: dsec.Sandbox) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["/proc/kcore", "/proc/keys", "/proc/kpagecgroup", "/proc/kpageflags", "/proc/kpagecount", "/proc/timer_list"])
+@pytest.mark.parametrize(
+    "path",
+    ["/proc/kcore", "/proc/keys", "/proc/kpagecgroup", "/proc/kpageflags", "/proc/kpagecount", "/proc/timer_list"],
+)
 def test_masked_files_have_nothing(sbx: dsec.Sandbox, path: str) -> None:
     code = f"""
     try: print(len(open({path!r}, "rb").read(64)))
@@ -159,7 +162,16 @@ def test_masked_files_have_nothing(sbx: dsec.Sandbox, path: str) -> None:
     assert python(sbx, code) == "0"
 
 
-@pytest.mark.parametrize("path", ["/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/irq/default_smp_affinity", "/sys/kernel/uevent_helper", "/proc/sys/vm/drop_caches"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/proc/sys/kernel/core_pattern",
+        "/proc/sysrq-trigger",
+        "/proc/irq/default_smp_affinity",
+        "/sys/kernel/uevent_helper",
+        "/proc/sys/vm/drop_caches",
+    ],
+)
 def test_kernel_settings_cannot_be_written(sbx: dsec.Sandbox, path: str) -> None:
     code = f"""
     import errno
@@ -231,7 +243,13 @@ def test_a_fork_bomb_ends_at_the_limit_and_the_sandbox_lives(client: dsec.Client
     with client.create(pids=64) as sbx:
         result = sbx.run(":(){ :|:& };: ; sleep 2", timeout_s=10)
         assert "pids" in result.limits_hit
-        sbx.run(["python3", "-c", "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"])
+        sbx.run(
+            [
+                "python3",
+                "-c",
+                "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]",
+            ]
+        )
         assert sbx.run(["/bin/true"], timeout_s=10).ok
 
 
