@@ -53,7 +53,7 @@ def test_killing_the_runtime_loses_nothing(subject: ContainerSubject) -> None:
     """Again and again during two hundred runs, captured and streamed: every result is exact."""
 
     async def main() -> None:
-        async with backend(subject) as over, sandbox(subject, over) as box:
+        async with backend(subject) as over, sandbox(subject, over, pids=4 * RUNS) as box:
             instance = (await over.client.connect()).instance
             data = hashlib.sha256(b"x").digest() * 50_000
             got = bytearray()
