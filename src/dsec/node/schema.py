@@ -42,6 +42,7 @@ _MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX step_open ON steps (scope) WHERE state = 0;
     """,
     """
+    ALTER TABLE sandboxes ADD COLUMN base BLOB;
     ALTER TABLE steps ADD COLUMN command TEXT NOT NULL DEFAULT '';
     CREATE INDEX sandbox_ended_name ON sandboxes (name, ended_at) WHERE name IS NOT NULL AND ended_at IS NOT NULL;
     """,
