@@ -43,10 +43,10 @@ _decode_created = msgspec.msgpack.Decoder(Created).decode
 
 
 class _Batch:
-    """A batch that goes on: how many read it, and whether no more of it is to be made."""
+    """A batch that goes on, and whether no more of it is to be made."""
 
     def __init__(self) -> None:
-        self.readers = 0
+        self.tasks: set[asyncio.Task[None]] = set()
         self.size = 0
         self.cancelled = False
 
@@ -214,16 +214,21 @@ class Creation:
         """Create many; (index, encoded info or error) as they get ready. Item keys derive from the batch's key."""
         if not 1 <= len(specs) <= CREATE_MANY_MAX:
             raise InvalidSpec.field("specs", f"{len(specs)} specs", f"1 to {CREATE_MANY_MAX}")
-        batch = self._batches.setdefault(key, _Batch())
-        batch.readers += 1
-        batch.size = len(specs)
-        try:
-            async for item in self._all_or_none(specs, key, batch) if atomic else self._each(specs, key, batch):
-                yield item
-        finally:
-            batch.readers -= 1
-            if not batch.readers and self._batches.get(key) is batch:
+        async for item in self._all_or_none(specs, key) if atomic else self._each(specs, key):
+            yield item
+
+    def _go_on(self, key: str, size: int, tasks: Sequence[asyncio.Task[None]], batch: _Batch) -> None:
+        """A batch goes on until its tasks have ended, whoever reads it."""
+        batch.size = size
+        batch.tasks.update(tasks)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            batch.tasks.discard(task)
+            if not batch.tasks and self._batches.get(key) is batch:
                 del self._batches[key]
+
+        for task in tasks:
+            task.add_done_callback(ended)
 
     def cancel_many(self, key: str) -> None:
         """Make no more of a batch: what is not made yet ends as an error. Raises NotFound when none goes on."""
@@ -236,9 +241,10 @@ class Creation:
             if task is not None:
                 task.cancel()
 
-    async def _each(self, specs: Sequence[Spec], key: str, batch: _Batch) -> AsyncIterator[tuple[int, Answer]]:
+    async def _each(self, specs: Sequence[Spec], key: str) -> AsyncIterator[tuple[int, Answer]]:
         results: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         todo = iter(range(len(specs)))
+        batch = self._batches.setdefault(key, _Batch())
 
         async def worker() -> None:
             for index in todo:
@@ -249,9 +255,9 @@ class Creation:
 
         # Not cancelled when the reader goes away: as with a single creation, what was asked for is done.
         workers = [asyncio.create_task(worker()) for _ in range(min(BATCH_STARTS, len(specs)))]
+        self._go_on(key, len(specs), workers, batch)
         for _ in specs:
             yield await results.get()
-        await asyncio.gather(*workers)
 
     async def _item(self, spec: Spec, key: str) -> Answer:
         try:
@@ -259,13 +265,13 @@ class Creation:
         except DsecError as error:
             return error
 
-    async def _all_or_none(self, specs: Sequence[Spec], key: str, batch: _Batch) -> AsyncIterator[tuple[int, Answer]]:
+    async def _all_or_none(self, specs: Sequence[Spec], key: str) -> AsyncIterator[tuple[int, Answer]]:
         core = self._core
         keys = [item_key(key, index) for index in range(len(specs))]
         digests = [content_hash("create", spec) for spec in specs]
         if (NODE_SCOPE, keys[0]) in core.calls or core.steps.find(NODE_SCOPE, keys[0], digests[0], "create"):
             # The same batch again: each item has, or will have, an answer of its own.
-            async for item in self._each(specs, key, batch):
+            async for item in self._each(specs, key):
                 yield item
             return
         loop = asyncio.get_running_loop()
@@ -274,6 +280,7 @@ class Creation:
             core.calls[NODE_SCOPE, name] = (digest, future)
         flying = loop.create_task(self._fly_all(specs, keys, digests, futures))
         self._flying.update(dict.fromkeys(keys, flying))
+        self._go_on(key, len(specs), [flying], self._batches.setdefault(key, _Batch()))
         for index, future in enumerate(futures):
             answer = await asyncio.shield(future)
             yield index, answer if isinstance(answer, DsecError) else encode(_decode_created(answer).info)

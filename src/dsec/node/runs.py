@@ -57,9 +57,10 @@ class Flight:
         "detached",
         "done",
         "hash",
-        "launched",
         "process_id",
         "reading",
+        "sink",
+        "started",
         "started_at",
         "step",
         "task",
@@ -72,10 +73,21 @@ class Flight:
         self.started_at = started_at
         self.command = command
         self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.launched = False
+        self.started: asyncio.Future[None] = self.done.get_loop().create_future()
+        self.sink: Sink | None = None
         self.detached = False
         self.task: asyncio.Task[None] | None = None
         self.reading: asyncio.Task[RunOutcome] | None = None  # the call that feeds a streaming reader
+
+    @property
+    def launched(self) -> bool:
+        """Whether its program is known to have been started."""
+        return self.started.done()
+
+    def launch(self) -> None:
+        """Its program has been started."""
+        if not self.started.done():
+            self.started.set_result(None)
 
     def detach(self) -> None:
         """The streaming reader is gone: the run goes on without."""
@@ -119,6 +131,7 @@ class Runs:
         else:
             flight = Flight(digest, new_process_id(), box.next_step, self._clock.wall(), shown_command(spec))
             box.next_step += 1
+        flight.sink = sink
         plan = run_plan(flight.process_id, spec, box.base)
         self._take_off(box, key, flight, self._run(box, key, flight, plan, sink, begun=found is not None))
         return flight
@@ -126,7 +139,7 @@ class Runs:
     def resume(self, box: Box, step: Step) -> None:
         """After a restart: wait for a run that had begun, or find out that it never was launched."""
         flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command)
-        flight.launched = True
+        flight.launch()
         self._take_off(box, step.key, flight, self._reattach(box, box.running_guest(), step.key, flight))
 
     def _take_off(self, box: Box, key: str, flight: Flight, work: Coroutine[Any, Any, Answer | None]) -> None:
@@ -198,12 +211,9 @@ class Runs:
         return await self._record(box, key, flight, encode(result_of(flight, outcome)))
 
     async def _outcome(self, flight: Flight, guest: Guest, plan: RunPlan, sink: Sink | None) -> RunOutcome:
-        def launched() -> None:
-            flight.launched = True
-
         if sink is None or flight.detached:
-            return await guest.run(plan, started=launched)
-        reading = asyncio.ensure_future(guest.run(plan, sink=sink, started=launched))
+            return await guest.run(plan, started=flight.launch)
+        reading = asyncio.ensure_future(guest.run(plan, sink=sink, started=flight.launch))
         flight.reading = reading
         try:
             return await reading
@@ -214,7 +224,7 @@ class Runs:
         finally:
             flight.reading = None
         # The reader left. Cancelling the call stopped nothing; the same process id attaches to it.
-        return await guest.run(plan, started=launched)
+        return await guest.run(plan, started=flight.launch)
 
     async def _record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
         statement, files = self._steps.end(box.id, key, answer, flight.process_id)
@@ -238,6 +248,11 @@ def result_of(flight: Flight, outcome: RunOutcome) -> RunResult:
         usage=outcome.usage,
         step=flight.step,
     )
+
+
+def never_launched(answer: Answer) -> bool:
+    """Whether an answer says that a run found after a restart never was started: the call may simply be repeated."""
+    return isinstance(answer, Unknown) and answer.detail.get("launched") is False
 
 
 def _never_launched(flight: Flight) -> Conflict:
