@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
@@ -17,11 +16,11 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from dsec.images import debootstrap, tools
+from dsec.images import debootstrap, files, tools
 from dsec.images.admit import Report
 from dsec.images.build import Progress, build, image_options
 from dsec.images.catalog import Catalog, Config, Role, Row
@@ -29,6 +28,7 @@ from dsec.images.orders import Order
 from dsec.images.refs import Ref, parse
 from dsec.model import failpoint
 from dsec.model.errors import Conflict, CorruptLayer, DsecError, InvalidSpec, NodeDiskFull, NotFound
+from dsec.model.states import LayerInfo
 
 ROLES: Final = ("base", "workspace", "toolkit")
 EROFS_MAGIC: Final = bytes.fromhex("e2e1f5e0")
@@ -37,25 +37,29 @@ BLOCK_BYTES: Final = 4096
 _STAGING: Final = "making-"
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer that is here, complete, at `path`."""
-
-    digest: str
-    path: Path
-    size_bytes: int
-    created_at: float
-    role: Role
-    source: str
-    config: Config
-    names: tuple[str, ...] = ()
-
-
 class Imported(msgspec.Struct, frozen=True):
     """What came of an import: the layer, whether its content was here before, what was left out."""
 
-    layer: Layer
+    layer: LayerInfo
     existed: bool
     report: Report
+
+
+class Request(Protocol):
+    """What a layer is made of, as a node is asked for it."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def env(self) -> dict[str, str]: ...
+    @property
+    def cwd(self) -> str | None: ...
+    @property
+    def user(self) -> str | None: ...
 
 
 class LayerStore:
@@ -69,41 +73,44 @@ class LayerStore:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def list(self) -> list[Layer]:
+    def list(self) -> list[LayerInfo]:
         """Every layer, oldest first."""
-        return [self._layer(row) for row in self._catalog.all()]
+        return [_info(row) for row in self._catalog.all()]
 
-    def resolve(self, ref: str, field: str = "layer") -> Layer:
+    def resolve(self, ref: str, field: str = "layer") -> LayerInfo:
         """The layer a reference means now, or NotFound; InvalidSpec when it is no reference."""
         parsed = parse(ref, field)
         row = self._catalog.find(parsed)
         if row is None:
             raise NotFound(f"no layer {parsed} on this node", detail={"field": field, "ref": str(parsed)})
-        layer = self._layer(row)
-        try:
-            size = layer.path.stat().st_size
-        except FileNotFoundError:
-            size = -1
-        if size != layer.size_bytes:
+        path = self._path(row.digest)
+        size = path.stat().st_size if path.is_file() else -1
+        if size != row.size:
             raise CorruptLayer(
-                f"layer {layer.digest}: {layer.path} has {size} bytes, not {layer.size_bytes}; "
-                "remove the layer and import it again",
-                detail={"digest": layer.digest},
+                f"layer {row.digest}: {path} has {size} bytes, not {row.size}; remove the layer and import it again",
+                detail={"digest": row.digest},
             )
-        return layer
+        return _info(row)
 
-    def get(self, ref: str) -> Layer | None:
+    def get(self, ref: str) -> LayerInfo | None:
         """As `resolve`, but None when there is none."""
         with contextlib.suppress(NotFound):
             return self.resolve(ref)
         return None
 
-    def verify(self, ref: str) -> Layer:
+    def path(self, digest: str) -> str:
+        """Where the image of a layer lies."""
+        return str(self._path(digest))
+
+    def verify(self, ref: str) -> LayerInfo:
         """As `resolve`, and reads the whole file: CorruptLayer when its bytes are not what the digest says."""
         layer = self.resolve(ref)
-        actual = _digest(layer.path)
+        actual = files.digest(self._path(layer.digest))
         if actual != layer.digest:
-            raise CorruptLayer(f"layer {layer.digest}: the bytes of {layer.path} are {actual}")
+            raise CorruptLayer(
+                f"layer {layer.digest}: the bytes of {self.path(layer.digest)} are {actual}",
+                detail={"digest": layer.digest},
+            )
         return layer
 
     # -- importing -------------------------------------------------------------------------------------------------
@@ -147,15 +154,31 @@ class LayerStore:
             layer, existed = self._publish(made.image, row, refs)
         return Imported(layer, existed, made.report)
 
-    def import_dir(self, path: Path, name: str | None = None, *, role: Role = "base") -> Layer:
+    def import_layer(self, request: Request, progress: Progress) -> LayerInfo:
+        """The same, as a node's API asks for it."""
+        config = Config(request.env, request.cwd, request.user)
+        made = self.import_source(
+            request.source,
+            request.name,
+            role=request.role,
+            config=None if config == Config() else config,
+            progress=progress,
+        )
+        for kind, count in made.report.dropped.items():
+            progress(f"left out: {count} {kind}: {', '.join(made.report.examples[kind])}")
+        return made.layer
+
+    def import_dir(self, path: Path, name: str | None = None, *, role: Role = "base") -> LayerInfo:
         """A layer of a directory's content."""
         return self.import_source(f"dir:{path}", name, role=role).layer
 
-    def import_tar(self, path: Path, name: str | None = None, *, role: Role = "base", whiteouts: bool = False) -> Layer:
+    def import_tar(
+        self, path: Path, name: str | None = None, *, role: Role = "base", whiteouts: bool = False
+    ) -> LayerInfo:
         """A layer of a tar archive (plain, gzip, xz or bzip2); `whiteouts`: its `.wh.` files hide what is below."""
         return self.import_source(f"tar:{path}", name, role=role, whiteouts=whiteouts).layer
 
-    def name(self, ref: str, new: str) -> Layer:
+    def name(self, ref: str, new: str) -> LayerInfo:
         """Another name for a layer. A tag moves; a version that means another layer is a Conflict."""
         layer = self.resolve(ref)
         self._catalog.add(_row(layer), _refs_for(new))
@@ -207,7 +230,7 @@ class LayerStore:
         if not path.is_absolute() or not path.is_file():
             raise InvalidSpec.field("source", f"erofs:{rest}", "an absolute path of an EROFS image")
         image = job.staging / "layer.erofs"
-        _copy(path, image)
+        files.copy(path, image)
         with image.open("rb") as opened:
             opened.seek(EROFS_MAGIC_OFFSET)
             if opened.read(4) != EROFS_MAGIC or image.stat().st_size % BLOCK_BYTES:
@@ -227,17 +250,20 @@ class LayerStore:
         directory, _, ref = rest.partition("#")
         if not (Path(directory) / "layers/catalog.sqlite").is_file():
             raise InvalidSpec.field("source", f"store:{rest}", "store:/state/dir#ref of a store that is there")
-        theirs = LayerStore(Path(directory)).verify(ref)
+        other = LayerStore(Path(directory))
+        theirs = other.verify(ref)
         refs = _refs_for(name or (ref if not ref.startswith("sha256:") else None))
         with self._staging() as staging:
             image = staging / "layer.erofs"
-            _copy(theirs.path, image, link=True)
+            files.copy(other._path(theirs.digest), image, link=True)
             layer, existed = self._publish(image, _row(theirs), refs, digest=theirs.digest)
         return Imported(layer, existed, Report())
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def _publish(self, image: Path, row: Row, refs: tuple[Ref, ...], digest: str | None = None) -> tuple[Layer, bool]:
+    def _publish(
+        self, image: Path, row: Row, refs: tuple[Ref, ...], digest: str | None = None
+    ) -> tuple[LayerInfo, bool]:
         """The image becomes a layer: synced, renamed to its digest, then named. Whole or not at all."""
         if digest is None:
             with image.open("rb") as opened:
@@ -245,7 +271,7 @@ class LayerStore:
             if os.geteuid() == 0:
                 os.chown(image, 0, 0)
             image.chmod(0o444)
-            digest = _digest(image)
+            digest = files.digest(image)
         size = image.stat().st_size
         target = self._path(digest)
         with self._lock():  # against remove() of the same content between rename and naming
@@ -253,7 +279,7 @@ class LayerStore:
             if not existed:
                 image.rename(target)
                 failpoint.at("layer.renamed")
-                _sync_dir(self._dir)
+                files.sync_dir(self._dir)
             self._catalog.add(msgspec.structs.replace(row, digest=digest, size=size), refs)
         failpoint.at("layer.named")
         return self.resolve(digest), existed
@@ -278,7 +304,7 @@ class LayerStore:
             known = {self._path(row.digest).name for row in self._catalog.all()}
             for path in self._dir.iterdir():
                 if path.name.startswith(_STAGING):
-                    _remove_if_unlocked(path)
+                    files.remove_if_unlocked(path)
                 elif path.name.startswith("sha256-") and path.name not in known:
                     path.unlink()
 
@@ -293,18 +319,6 @@ class LayerStore:
 
     def _path(self, digest: str) -> Path:
         return self._dir / f"{digest.replace(':', '-')}.erofs"
-
-    def _layer(self, row: Row) -> Layer:
-        return Layer(
-            digest=row.digest,
-            path=self._path(row.digest),
-            size_bytes=row.size,
-            created_at=row.created,
-            role=row.role,
-            source=row.source,
-            config=row.config,
-            names=row.names,
-        )
 
 
 class _Made(msgspec.Struct):
@@ -331,8 +345,23 @@ class _Job(msgspec.Struct):
         return build(self.staging, order, what=what, progress=self.progress, cancel=self.cancel)
 
 
-def _row(layer: Layer) -> Row:
-    return Row(layer.digest, layer.size_bytes, layer.created_at, layer.role, layer.source, layer.config)
+def _row(layer: LayerInfo) -> Row:
+    config = Config(layer.env, layer.cwd, layer.user)
+    return Row(layer.digest, layer.size_bytes, layer.created_at, layer.role, layer.source or "", config)
+
+
+def _info(row: Row) -> LayerInfo:
+    return LayerInfo(
+        digest=row.digest,
+        names=row.names,
+        role=row.role,
+        size_bytes=row.size,
+        created_at=row.created,
+        source=row.source,
+        env=row.config.env,
+        cwd=row.config.cwd,
+        user=row.config.user,
+    )
 
 
 def _refs_for(name: str | None) -> tuple[Ref, ...]:
@@ -342,45 +371,6 @@ def _refs_for(name: str | None) -> tuple[Ref, ...]:
     if ref.kind == "digest":
         raise InvalidSpec.field("name", name, "name:tag or name@version (a digest is not given, it results)")
     return (ref,)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as opened:
-        return "sha256:" + hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _copy(source: Path, target: Path, *, link: bool = False) -> None:
-    if link:
-        try:
-            os.link(source, target)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-                raise
-    shutil.copyfile(source, target)
-    with target.open("rb") as copied:
-        os.fsync(copied.fileno())
-    target.chmod(0o444)
-
-
-def _sync_dir(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_if_unlocked(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return  # an import is at work
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
 
 
 def _translated(error: OSError, source: str) -> DsecError | OSError:
