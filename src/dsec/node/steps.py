@@ -32,8 +32,8 @@ class WireError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     code: str
     message: str
-    detail: dict[str, Any] = {}
-    retry: Retry = "never"
+    detail: dict[str, Any]
+    retry: Retry
     request_id: str | None = None
     sandbox_id: str | None = None
 
