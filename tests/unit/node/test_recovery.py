@@ -113,9 +113,10 @@ def test_one_that_was_being_stopped_is_stopped(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create()
         s.kill_at(2)  # the row is written; stop.marked
-        asyncio.ensure_future(s.node.stop(id_))
+        stopping = asyncio.ensure_future(s.node.stop(id_))
         await s.clock.settle()
         await s.restart()
+        assert not stopping.done()
         await s.clock.advance(1)
         info = await s.node.get(id_)
         assert (info.state, info.end_reason) == ("stopped", "stopped")
@@ -130,7 +131,7 @@ async def everything(s: SimNode) -> None:
     async def step(work):  # type: ignore[no-untyped-def]  # a helper of this test
         try:
             return await work
-        except Exception:  # a sweep makes anything fail; what it leaves behind is what counts
+        except Exception:  # noqa: BLE001 - a sweep makes anything fail; what it leaves behind is what counts
             return None
 
     created = await step(s.node.create(Spec(name="a"), "c1"))
