@@ -5,9 +5,12 @@ Names are imported when they are first used: `import dsec` alone costs next to n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+# As `typing.TYPE_CHECKING`, whose import alone would be most of the time `import dsec` takes.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from dsec.model.errors import (
         CommandFailed,
         Conflict,

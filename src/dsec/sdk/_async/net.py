@@ -7,12 +7,14 @@ import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dsec.sdk.http1 import Broken
 from dsec.sdk.options import Tcp, Unix, address, tls_context, tune
 from dsec.sdk.target import Target
-from dsec.sdk.tunnel import Tunnel
+
+if TYPE_CHECKING:
+    from dsec.sdk.tunnel import Tunnel
 
 # Above this we stop reading from the socket until the caller has taken what is there: back-pressure.
 BUFFER_MAX_BYTES: Final = 256 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from dsec.model.errors import NodeUnreachable
 from dsec.sdk import codec
@@ -12,7 +12,9 @@ from dsec.sdk._async.net import AsyncConn, AsyncPool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
-from dsec.sdk.tunnel import Tunnel
+
+if TYPE_CHECKING:
+    from dsec.sdk.tunnel import Tunnel
 
 T = TypeVar("T")
 
@@ -148,7 +150,7 @@ class AsyncTransport:
         self.pool = AsyncPool()
         # Whether this server has ever answered: one that never did is not waited for.
         self.met = False
-        self._tunnel = Tunnel(target) if target.scheme == "ssh" else None
+        self._tunnel = _tunnel(target)
         self._common = _common_headers(target, api_key)
         self._heard_at = 0.0
         self._checking = 0  # the pid of the process that is asking for the server's health
@@ -293,6 +295,15 @@ class AsyncTransport:
         return NodeUnreachable(
             f"what answers at {url} is not a dsec server: {error}; check the URL", detail={"url": url}
         )
+
+
+def _tunnel(target: Target) -> Tunnel | None:
+    if target.scheme != "ssh":
+        return None
+    # Imported here: what it needs costs a local command's start some 15 ms.
+    from dsec.sdk.tunnel import Tunnel
+
+    return Tunnel(target)
 
 
 def _common_headers(target: Target, api_key: str | None) -> bytes:

@@ -9,12 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from dsec.sdk.http1 import Broken
 from dsec.sdk.options import Unix, address, tls_context, tune
 from dsec.sdk.target import Target
-from dsec.sdk.tunnel import Tunnel
+
+if TYPE_CHECKING:
+    from dsec.sdk.tunnel import Tunnel
 
 RECV_BYTES: Final = 256 * 1024
 # A full backlog of a Unix socket answers at once; this is how often we knock.
