@@ -2,7 +2,7 @@
 
 Why not the standard library's: `http.client` imports the e-mail parser (a third of what `dsec ps` may take) and spends
 most of a small request in it; and it knows one way of waiting only. Here the sync and the async client share every
-decision about what came over the wire. See docs/adr/0010-sdk-transport.md for the measurements.
+decision about what came over the wire. See docs/adr/0005 for the measurements.
 """
 
 from __future__ import annotations
