@@ -108,7 +108,8 @@ class Guest(Protocol):
 
     Starting the same `process_id` again attaches to it. Raises InvalidSpec for what is wrong with the plan inside this
     sandbox (no such program, user or directory), SandboxLost when the sandbox ended, Unknown when it cannot be known
-    whether or how the program ran. Cancelling a call stops nothing: `kill` does.
+    whether or how the program ran. Cancelling a call stops nothing: `kill` does. Nor does an exception of the sink: it
+    comes out of the call, and the program runs on, captured. All output has been given to the sink when a call returns.
     """
 
     async def run(
@@ -124,7 +125,7 @@ class Guest(Protocol):
         ...
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
-        """Send a signal to its process; without one, kill its whole tree at once."""
+        """Send a signal to its process; without one, kill its whole tree at once. After its end: nothing happens."""
         ...
 
     async def processes(self) -> list[ProcessInfo]:
@@ -132,7 +133,7 @@ class Guest(Protocol):
         ...
 
     async def forget(self, process_id: str) -> None:
-        """Free the kept result; idempotent."""
+        """Free the kept result; idempotent. Conflict: it is still running."""
         ...
 
 

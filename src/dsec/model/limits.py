@@ -23,6 +23,8 @@ STDIN_MAX_BYTES: Final = 16 * MIB
 # The start and the end of each output stream that a buffered run keeps.
 OUTPUT_HEAD_BYTES: Final = 1 * MIB
 OUTPUT_TAIL_BYTES: Final = 1 * MIB
+# What a streaming reader may be behind by before the program has to wait for it.
+STREAM_WINDOW_BYTES: Final = 1 * MIB
 
 CPU_MIN: Final = 0.01
 CPU_MAX: Final = 1024.0
@@ -47,6 +49,7 @@ LIFETIME_MAX_S: Final = 30 * 86_400.0
 TIMEOUT_MAX_S: Final = 30 * 86_400.0
 WAIT_MAX_S: Final = 86_400.0
 GRACE_DEFAULT_S: Final = 2.0
+GRACE_MAX_S: Final = 600.0
 
 CREATE_MANY_MAX: Final = 40_000
 LAYERS_MAX: Final = 64

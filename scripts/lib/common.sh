@@ -1,0 +1,65 @@
+# Shared by the scripts; sourced, never run. Sets: ROOT (the clone), CACHE, VENV.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+CACHE=${DSEC_CACHE:-/var/cache/dsec}
+VENV=${DSEC_VENV:-$ROOT/.venv}
+export DSEC_CACHE=$CACHE
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+now_ms() { date +%s%3N; }
+
+# step NAME COMMAND...: runs it and says how long it took; its output is shown only when it fails.
+step() {
+  local name=$1 began log status=0
+  shift
+  began=$(now_ms)
+  log=$(mktemp)
+  # Not in a condition: there "set -e" would not hold inside the function.
+  set +e
+  (set -e; "$@") >"$log" 2>&1
+  status=$?
+  set -e
+  printf '  %-34s %7.1f s\n' "$name" "$(awk "BEGIN { print ($(now_ms) - $began) / 1000 }")" >&2
+  if [ "$status" -ne 0 ]; then
+    say "--- $name failed with exit status $status; its last lines:"
+    tail -n 40 "$log" >&2
+    rm -f "$log"
+    exit "$status"
+  fi
+  rm -f "$log"
+}
+
+need_root() { [ "$(id -u)" = 0 ] || die "$(basename "$0") must run as root (it installs packages and makes sandboxes)"; }
+
+# One set-up at a time for the clone; the lock ends with the process, however it ends.
+lock() {
+  mkdir -p "$CACHE"
+  exec 9>"$CACHE/lock"
+  flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
+}
+
+os_id() { (. /etc/os-release && printf '%s-%s' "$ID" "${VERSION_ID:-}"); }
+
+missing_packages() {
+  local package
+  for package in "$@"; do
+    # "installed" also for what only provides the name, such as a virtual package.
+    [ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || printf '%s ' "$package"
+  done
+}
+
+# apt_install PACKAGE...: only what is missing; nothing is asked of the network when nothing is.
+apt_install() {
+  local missing
+  missing=$(missing_packages "$@")
+  [ -n "$missing" ] || return 0
+  export DEBIAN_FRONTEND=noninteractive
+  dpkg --configure -a # an interrupted run may have left packages half installed
+  apt-get update
+  # shellcheck disable=SC2086 # a list of package names
+  apt-get install -y --no-install-recommends $missing
+}
+
+version_at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }

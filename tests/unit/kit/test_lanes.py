@@ -1,0 +1,62 @@
+"""The lanes plugin, by running pytest on a small tree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.kit import lanes
+
+TEST = """
+import pytest
+from tests.kit import lanes
+
+def test_it():
+    pytest.skip("no reason")
+
+def test_lacking():
+    lanes.kernel_lacks("thing", "not built")
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the plugin with one test that skips, in the lane `unit`."""
+    (tmp_path / "tests/kit").mkdir(parents=True)
+    (tmp_path / "tests/unit").mkdir()
+    for name in ("__init__.py", "conftest.py", "kit/__init__.py", "kit/lanes.py"):
+        (tmp_path / "tests" / name).write_text((lanes.TESTS / name).read_text())
+    (tmp_path / "tests/unit/test_x.py").write_text(TEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unit\n")
+    return tmp_path
+
+
+def run(tree: Path, require: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"],
+        cwd=tree,
+        env={**os.environ, lanes.REQUIRE_ENV: require},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_skip_passes_and_is_told(tree: Path) -> None:
+    done = run(tree, "")
+    assert done.returncode == 0, done.stdout
+    assert "unit       2 skipped (no reason)" in done.stdout
+
+
+def test_a_skip_in_a_required_lane_fails_unless_the_kernel_lacks_it(tree: Path) -> None:
+    done = run(tree, "unit")
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 skipped" in done.stdout
+    assert "skipped, but DSEC_REQUIRE names the lane unit" in done.stdout
+
+
+def test_another_required_lane_does_not_matter(tree: Path) -> None:
+    assert run(tree, "vm").returncode == 0
