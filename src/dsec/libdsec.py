@@ -31,8 +31,8 @@ class DSecContainerRunArgs:
     """A container to run.
 
     `container_image` is a layer of the store (`debian:12`) or, with a scheme (`docker://python:3.12`), an image to
-    import. `ttl_running_stop` is in seconds without any activity. `network_rules` maps names of mirrors to whether they may be
-    reached. `init_user` is who programs run as.
+    import. `ttl_running_stop` is in seconds without any activity. `network_rules` maps names of mirrors to whether
+    they may be reached. `init_user` is who programs run as.
     """
 
     container_image: str

@@ -75,7 +75,7 @@ def _list(args: argparse.Namespace) -> int:
             " ".join(layer.names) or "-",
             layer.role,
             size(layer.size_bytes),
-            age(now - layer.created_at),
+            age(now - layer.created_at) if layer.created_at else "-",
             str(layer.in_use),
             layer.digest[:19],
         )

@@ -48,7 +48,7 @@ def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
     spec = info.spec
     source = spec.image or spec.environment or spec.snapshot or spec.base or next((x.ref for x in info.layers), "")
     idle = age(now - info.idle_since) if info.idle_since is not None and info.ended_at is None else ""
-    state = f"{info.state} ({info.end_reason})" if info.end_reason else info.state
+    state = f"{info.state} ({info.end_reason})" if info.end_reason not in (None, info.state) else info.state
     since = info.started_at or info.created_at
     return (info.id, info.name or "", state, info.backend, source, info.job or "", age(now - since), idle)
 
