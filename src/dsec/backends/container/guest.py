@@ -1,0 +1,89 @@
+"""Programs in a container, through the runtime: nothing of ours that is trusted runs inside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from dsec.backends.base import Exit, ProcessInfo, RunOutcome, RunPlan, Sink
+from dsec.backends.container import plans
+from dsec.backends.container.endings import known
+from dsec.model.errors import NotFound, SandboxLost
+from dsec.wire import values as v
+from dsec.wire.runtime import RuntimeClient
+
+T = TypeVar("T")
+
+
+def lost(sandbox_id: str, exit_: Exit) -> SandboxLost:
+    """The error for a call on a sandbox that has ended."""
+    detail = f": {exit_.detail}" if exit_.detail else ""
+    return SandboxLost(
+        f"sandbox {sandbox_id} has ended ({exit_.reason}{detail})",
+        detail={"reason": exit_.reason},
+        sandbox_id=sandbox_id,
+    )
+
+
+class ContainerGuest:
+    """The `Guest` of a container."""
+
+    def __init__(self, client: RuntimeClient, sandbox_id: str, ended: asyncio.Future[Exit]) -> None:
+        self._client = client
+        self._id = sandbox_id
+        self._ended = ended
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        """NotFound may mean the program or the sandbox; the sandbox's end is what a caller has to hear of first."""
+        try:
+            return await call
+        except NotFound:
+            self._alive()
+            status = await self._status()
+            if status is None or status.state == "ended":
+                raise lost(self._id, _how(status)) from None
+            raise
+
+    async def _status(self) -> v.SandboxStatus | None:
+        try:
+            return await self._client.get(self._id)
+        except NotFound:
+            return None
+
+    def _alive(self) -> None:
+        if (exit_ := known(self._ended)) is not None:
+            raise lost(self._id, exit_)
+
+    async def run(
+        self, plan: RunPlan, *, sink: Sink | None = None, started: Callable[[], None] | None = None
+    ) -> RunOutcome:
+        self._alive()
+        start = plans.run_start(self._id, plan)
+        return plans.outcome(await self._ask(self._client.run(start, sink=sink, started=started)))
+
+    async def attach(
+        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
+    ) -> RunOutcome:
+        self._alive()
+        attach = v.RunAttach(sandbox=self._id, run=process_id, offsets=offsets)
+        return plans.outcome(await self._ask(self._client.attach(attach, sink=sink)))
+
+    async def kill(self, process_id: str, signal: int | None = None) -> None:
+        self._alive()
+        await self._ask(self._client.kill(self._id, process_id, signal or 0))
+
+    async def processes(self) -> list[ProcessInfo]:
+        self._alive()
+        runs = await self._ask(self._client.runs(self._id))
+        return [ProcessInfo(process_id=run.run, state=run.state, pid=run.pid or None) for run in runs]
+
+    async def forget(self, process_id: str) -> None:
+        try:
+            await self._client.forget(self._id, process_id)
+        except (NotFound, SandboxLost):
+            return  # forgotten, or gone with its sandbox
+
+
+def _how(status: v.SandboxStatus | None) -> Exit:
+    return plans.ending(status) if status is not None else Exit(reason="lost", detail="the runtime does not know it")

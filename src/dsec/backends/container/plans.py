@@ -1,0 +1,145 @@
+"""The boundary's values as the runtime's, and back. Pure."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from dsec.backends.base import Exit, Handle, RunOutcome, RunPlan, StartPlan
+from dsec.model.states import Capabilities, Capability, EndReason, Output, Usage
+from dsec.wire import values as v
+
+NS: Final = 1e9
+US: Final = 1e6
+# An inode of the writable part for each so many bytes, as mkfs.ext4 does: a limit of files, not of what is in them.
+BYTES_PER_INODE: Final = 16_384
+INODES_MIN: Final = 4096
+
+
+def sandbox_plan(plan: StartPlan) -> v.SandboxPlan:
+    """What the runtime needs to make the sandbox. Its layers must be mounted."""
+    return v.SandboxPlan(
+        id=plan.id,
+        hostname=plan.hostname,
+        layers=tuple(layer.digest for layer in plan.layers),
+        upper=v.UpperSpec(bytes=plan.disk_bytes, inodes=max(INODES_MIN, plan.disk_bytes // BYTES_PER_INODE)),
+        memory_bytes=plan.memory_bytes,
+        cpu_milli=max(1, round(plan.cpu * 1000)),
+        cpu_weight=plan.cpu_weight,
+        cpus=plan.cpus,
+        pids_max=plan.pids,
+        nofile=plan.nofile,
+        shm_bytes=plan.shm_bytes,
+        pty_max=plan.pty_max,
+        no_new_privs=plan.no_new_privs,
+        files=plan.files,
+        deadline_ms=round(plan.deadline_s * 1000),
+    )
+
+
+def run_start(sandbox_id: str, plan: RunPlan) -> v.RunStart:
+    """What the runtime needs to start the program."""
+    encode = os.fsencode
+    return v.RunStart(
+        sandbox=sandbox_id,
+        run=plan.process_id,
+        argv=plan.argv,
+        env={encode(name): encode(value) for name, value in plan.env.items()},
+        cwd=encode(plan.cwd),
+        user=plan.user,
+        stdin=plan.stdin,
+        timeout_ms=0 if plan.timeout_s is None else max(1, round(plan.timeout_s * 1000)),
+        head_bytes=plan.head_bytes,
+        tail_bytes=plan.tail_bytes,
+    )
+
+
+def outcome(result: v.RunResult) -> RunOutcome:
+    """How a program ended."""
+    out, err = result.streams
+    usage = result.usage
+    code = result.exit_code
+    if code is None:
+        code = 128 + (result.signal or 0)
+    return RunOutcome(
+        exit_code=code,
+        cause=result.cause,
+        signal=result.signal,
+        limits_hit=result.limits_hit,
+        out=Output(head=out.head, tail=out.tail, total=out.total),
+        err=Output(head=err.head, tail=err.tail, total=err.total),
+        started_at=result.started_ns / NS,
+        duration_s=result.duration_ns / NS,
+        usage=Usage(
+            cpu_user_s=usage.user_us / US,
+            cpu_system_s=usage.system_us / US,
+            memory_peak_bytes=usage.memory_peak_bytes or usage.max_rss_bytes,
+        ),
+    )
+
+
+def handle(backend: str, status: v.SandboxStatus) -> Handle:
+    """What finds the sandbox again: its id, and when it was started, so that another one is not taken for it."""
+    return Handle(backend=backend, id=status.id, data={"started_ns": status.started_ns, "cgroup_id": status.cgroup_id})
+
+
+def ending(status: v.SandboxStatus) -> Exit:
+    """How a sandbox ended."""
+    exit_ = status.exit
+    if exit_ is None:
+        return Exit(reason="lost", detail="the runtime has no record of how it ended")
+    reasons: dict[str, EndReason] = {"stopped": "stopped", "init_died": "init_died"}
+    reason = reasons.get(exit_.reason, "lost")
+    if reason == "init_died" and exit_.oom:
+        reason = "oom"
+    how = ""
+    if reason != "stopped":
+        how = f"its init was killed by signal {exit_.signal}" if exit_.signal else f"its init exited with {exit_.code}"
+    return Exit(reason=reason, detail=how)
+
+
+def usage(found: v.SandboxUsage) -> Usage:
+    """What a sandbox uses."""
+    user_us, system_us = found.user_us, found.system_us
+    if not user_us and not system_us:
+        user_us = found.cpu_us
+    return Usage(
+        cpu_user_s=user_us / US,
+        cpu_system_s=system_us / US,
+        memory_bytes=found.memory_bytes,
+        memory_peak_bytes=found.memory_peak_bytes,
+        disk_bytes=found.disk_bytes,
+        pids=found.pids,
+    )
+
+
+def capabilities(backend: str, probe: v.Probe) -> Capabilities:
+    """What the kernel can do, in the words of features: the mechanism, or the reason why not."""
+    controllers = set(probe.cgroup.controllers)
+
+    def why(*names: str) -> str:
+        return "; ".join(probe.reasons[name] for name in names if name in probe.reasons) or "the probe found no way"
+
+    def feature(mechanism: str | None, *names: str) -> Capability:
+        if mechanism:
+            return Capability(available=True, mechanism=mechanism)
+        return Capability(available=False, reason=why(*names))
+
+    def limit(controller: str) -> Capability:
+        mode = probe.cgroup.mode if controller in controllers else None
+        return feature(mode and f"cgroup {mode}", f"cgroup.{controller}", "cgroup")
+
+    features = {
+        "layers": feature(probe.erofs and f"erofs over a {probe.erofs}", "erofs"),
+        "overlay": feature(probe.overlay and f"overlayfs by {probe.overlay}", "overlay"),
+        "idmap": feature("erofs" if probe.idmap.get("erofs") else None, "idmap", "idmap.erofs"),
+        "disk_limit": feature(probe.upper[0] if probe.upper else None, "upper"),
+        "memory_limit": limit("memory"),
+        "cpu_limit": limit("cpu"),
+        "pids_limit": limit("pids"),
+        "loopback": Capability(available=True, mechanism="network namespace"),
+        "network": Capability(available=False, reason="this backend has no network policy yet: loopback only"),
+    }
+    needed = ("layers", "overlay", "idmap", "disk_limit", "memory_limit", "cpu_limit", "pids_limit")
+    missing = [f"{name}: {features[name].reason}" for name in needed if not features[name].available]
+    return Capabilities(backend=backend, available=not missing, reason="; ".join(missing) or None, features=features)

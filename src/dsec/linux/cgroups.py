@@ -1,0 +1,43 @@
+"""Which control groups this machine has. The runtime decides by trying; this is for messages and for `doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+WANTED: Final = frozenset({"cpu", "memory", "pids"})
+
+Mode = Literal["v2", "hybrid", "none"]
+
+
+class Cgroups(msgspec.Struct, frozen=True):
+    """`v2`: one tree with the controllers. `hybrid`: v1 trees with them, and a v2 tree beside. `missing`: not found."""
+
+    mode: Mode
+    controllers: frozenset[str]
+    v2: Path | None = None
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Controllers a node needs and does not find."""
+        return WANTED - self.controllers
+
+
+def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> Cgroups:
+    """What is mounted."""
+    v2: Path | None = None
+    v1: set[str] = set()
+    for line in mountinfo.read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        point = Path(left.split(" ")[4].encode().decode("unicode_escape"))
+        if kind == "cgroup2" and v2 is None:
+            v2 = point
+        elif kind == "cgroup":
+            v1.update(WANTED & set(options.split(",")))
+    own = frozenset((v2 / "cgroup.controllers").read_text().split()) if v2 else frozenset[str]()
+    if own >= WANTED or not v1:
+        return Cgroups("v2" if v2 else "none", own, v2)
+    return Cgroups("hybrid" if v2 else "none", frozenset(v1), v2)

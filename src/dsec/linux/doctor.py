@@ -1,0 +1,111 @@
+"""What an operator should know about this machine before sandboxes run on it, with what to do about it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from dsec.linux import cgroups, proc
+
+GIB: Final = 1 << 30
+
+# Below these a node works, but not for long or not for many.
+DESCRIPTORS_LOW: Final = 16_384
+PID_MAX_LOW: Final = 32_768
+PTY_MAX_LOW: Final = 4096
+DISK_LOW_BYTES: Final = 4 * GIB
+DISK_LOW_INODES: Final = 100_000
+
+Level = Literal["ok", "warning", "problem"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. `problem`: no sandbox can run, or the host is in danger."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def examine(state_dir: Path, root: Path = proc.PROC) -> list[Finding]:
+    """Everything that can be seen without changing anything."""
+    return [
+        _privilege(),
+        _cgroups(),
+        _core_pattern(root),
+        _descriptors(),
+        _processes(root),
+        _terminals(root),
+        _disk(state_dir),
+        _swap(root),
+    ]
+
+
+def _privilege() -> Finding:
+    if os.geteuid() == 0:
+        return Finding("privilege", "ok", "root")
+    return Finding("privilege", "problem", f"uid {os.geteuid()}", "the runtime needs root: start the node with sudo")
+
+
+def _cgroups() -> Finding:
+    found = cgroups.detect()
+    text = f"{found.mode}: {' '.join(sorted(found.controllers)) or 'no controllers'}"
+    if found.mode == "none":
+        advice = "mount a cgroup2 file system (systemd does; in a container give it one of its own)"
+        return Finding("cgroups", "problem", text, advice)
+    if found.missing:
+        advice = f"enable {' '.join(sorted(found.missing))} in cgroup.subtree_control of the root (or Delegate=yes)"
+        return Finding("cgroups", "problem", text, advice)
+    return Finding("cgroups", "ok", text)
+
+
+def _core_pattern(root: Path) -> Finding:
+    pattern = (root / "sys/kernel/core_pattern").read_text().strip()
+    if not pattern.startswith("|"):
+        return Finding("core_pattern", "ok", pattern)
+    # The kernel runs the handler as root on the host for crashes in sandboxes too, whatever RLIMIT_CORE says.
+    advice = "a crash in a sandbox starts this program as root on the host: sysctl kernel.core_pattern=core"
+    return Finding("core_pattern", "warning", pattern, advice)
+
+
+def _at_least(name: str, value: int, low: int, advice: str) -> Finding:
+    return Finding(name, "ok", str(value)) if value >= low else Finding(name, "warning", str(value), advice)
+
+
+def _descriptors() -> Finding:
+    advice = "about 5 are used per sandbox: raise the hard limit (LimitNOFILE= in the unit, or ulimit -Hn)"
+    return _at_least("descriptors", proc.descriptors_max(), DESCRIPTORS_LOW, advice)
+
+
+def _processes(root: Path) -> Finding:
+    value = proc.pid_max(root)
+    advice = "shared by all sandboxes: sysctl kernel.pid_max=4194304 kernel.threads-max=4194304"
+    return _at_least("processes", value, PID_MAX_LOW, advice)
+
+
+def _terminals(root: Path) -> Finding:
+    return _at_least(
+        "terminals", proc.pty_max(root), PTY_MAX_LOW, "shared by all sandboxes: sysctl kernel.pty.max=16384"
+    )
+
+
+def _disk(state_dir: Path) -> Finding:
+    found = proc.disk(state_dir)
+    text = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB free at {state_dir}"
+    # Some file systems (btrfs) make inodes as they go and report none.
+    inodes_low = found.inodes_total > 0 and found.inodes_available < DISK_LOW_INODES
+    if found.available < DISK_LOW_BYTES or inodes_low:
+        return Finding("disk", "warning", text, "make room, or put --state-dir on a bigger file system")
+    return Finding("disk", "ok", text)
+
+
+def _swap(root: Path) -> Finding:
+    found = proc.memory(root)
+    text = f"{found.swap_total / GIB:.1f} GiB, memory {found.total / GIB:.1f} GiB"
+    if found.swap_total:
+        return Finding("swap", "ok", text)
+    return Finding("swap", "warning", text, "without swap (zram will do) paused sandboxes keep their memory")
