@@ -11,16 +11,22 @@ FILE: Final = "agent.pid"
 
 
 def read_lock(run_dir: Path) -> int | None:
-    """The pid of the agent that runs in this directory; None: none does (a file may be left from one that was killed)."""
+    """The pid of the agent that runs in this directory; None: none does.
+
+    A file alone proves nothing: an agent that was killed leaves it, and the number may be another process's by now.
+    """
     try:
         fd = os.open(run_dir / FILE, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
+        text = os.read(fd, 32).decode("ascii", "replace").strip()
+        if not text.isdigit():
+            # An agent empties it when it leaves. Not trying the lock then keeps us out of the way of one that starts.
+            return None
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.read(fd, 32).decode("ascii", "replace").strip()
-        return int(text) if text.isdigit() else None
+        return int(text)
     finally:
         os.close(fd)
     return None

@@ -51,8 +51,8 @@ class Filter:
         if not final and (begun := _COLOUR_BEGUN.search(text)):
             self._held = text[begun.start() :]
             text = text[: begun.start()]
-        self._coloured = self._coloured or "\x1b[" in text
         shown = _UNSAFE_STREAM.sub(_escape, text)
+        self._coloured = self._coloured or "\x1b" in shown
         return shown + _RESET if final and self._coloured else shown
 
 

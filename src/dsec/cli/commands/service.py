@@ -89,14 +89,16 @@ def _start(line: list[str], state_dir: Path) -> tuple[subprocess.Popen[bytes], P
     log = state_dir / LOG_NAME
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        opened = log.open("ab")
+        # Private: the log names commands and paths of sandboxes.
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise NotStarted(f"cannot write {log}: {error}; run as root, or give --run-dir and --state-dir") from error
-    with opened:
+    with os.fdopen(fd, "ab") as opened:
+        start = opened.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, start_new_session=True, cwd="/"
         )
-        return process, log, opened.tell()
+        return process, log, start
 
 
 def _await(process: subprocess.Popen[bytes], log: Path, start: int, run_dir: Path, timeout_s: float) -> str:
@@ -191,7 +193,9 @@ def _terminate(pid: int, run_dir: Path, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         if not poll.poll(timeout_s * 1000):
-            raise DeadlineExceeded(f"the node agent (pid {pid}) has not stopped within {timeout_s:g} s; its log says why")
+            raise DeadlineExceeded(
+                f"the node agent (pid {pid}) has not stopped within {timeout_s:g} s; its log says why"
+            )
     except PermissionError as error:
         raise Unavailable(f"the node agent (pid {pid}) is another user's: {error}; run as root") from error
     finally:
@@ -220,4 +224,3 @@ def _stop_runtime(run_dir: Path) -> None:
         note(f"dsec: the runtime goes on: {error}")
         return
     print("the runtime has stopped")
-
