@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import dsec
 from dsec.libdsec import DSecClient, DSecContainerRunArgs
@@ -105,13 +106,13 @@ def test_cancelled_task_kills_its_program(agent: Agent) -> None:
     async def body() -> None:
         async with dsec.AsyncClient(agent.url) as client, await client.create() as sbx:
             task = asyncio.create_task(sbx.run("sleep 600"))
-            while not await sbx.processes():
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 - another process does it: there is no event to wait for
+            while not await sbx.processes():  # noqa: ASYNC110 - another process does it: there is no event to wait for
+                await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while any(process.state == "running" for process in await sbx.processes()):
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 - as above
+            while any(process.state == "running" for process in await sbx.processes()):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
             assert (await sbx.run("echo still usable")).ok
 
     asyncio.run(body())
@@ -135,8 +136,6 @@ def test_frozen_agent_is_found_out(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.start()
     client = dsec.Client(agent.url)
-    from dataclasses import replace
-
     client.transport.timing = replace(client.transport.timing, patience_s=0.3, health_s=0.3)
     sbx = client.create()
     assert agent._process is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from dsec.sdk.target import Target
 
@@ -20,15 +21,13 @@ _KEEPALIVE_COUNT: Final = 3
 _USER_TIMEOUT_MS: Final = 25_000
 
 
-@dataclass(frozen=True, slots=True)
-class Unix:
+class Unix(msgspec.Struct, frozen=True):
     """A Unix socket's path."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tcp:
+class Tcp(msgspec.Struct, frozen=True):
     """A host and port, with or without TLS."""
 
     host: str

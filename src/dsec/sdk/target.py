@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from dsec.model.errors import InvalidSpec
 
@@ -20,8 +21,7 @@ _PORTS: Final = {"http": 80, "https": 443, "ssh": 22}
 _UNIX_PATH_MAX_BYTES: Final = 107
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """A checked URL. `path` is the Unix socket (unix; on the other host for ssh) or the path's prefix (http, https)."""
 
     url: str

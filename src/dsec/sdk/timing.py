@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """Seconds. A silent server is found after at most `patience_s + health_s`, which stays below 30."""
 
     connect_s: float = 10.0
