@@ -83,6 +83,10 @@ class Admission:
         """How many wait for room."""
         return len(self._queue)
 
+    def holders(self) -> set[str]:
+        """Who has reserved something."""
+        return set(self._held)
+
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Promised and total per resource."""
         return {name: {"promised": self._promised[name], "total": self._room.total[name]} for name in RESOURCES}

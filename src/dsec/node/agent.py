@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -69,6 +69,15 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
             and (self.job is None or info.job == self.job)
             and all(info.labels.get(key) == value for key, value in self.labels.items())
         )
+
+
+@runtime_checkable
+class MountsLayers(Protocol):
+    """A backend that keeps layers mounted after their last sandbox."""
+
+    async def unmount_layer(self, digest: str) -> None:
+        """Nothing to do when it is not mounted, or used."""
+        ...
 
 
 class Node:
@@ -367,10 +376,21 @@ class Node:
 
         async def work() -> tuple[bytes, list[Statement]]:
             # On the loop, not in a thread: no sandbox can begin to use the layer between the check and the removal.
+            digest = self.core.layers.resolve(ref).digest
             self.core.layers.remove(ref, set(self.layers_in_use()))
+            await self._unmount(digest)
             return encode({}), []
 
         await self.core.once(NODE_SCOPE, check_key(key), content_hash("layer.remove", ref), "layer.remove", work)
+
+    async def _unmount(self, digest: str) -> None:
+        """The blocks of a removed layer are free once it is mounted nowhere."""
+        try:
+            self.core.layers.resolve(digest)
+        except NotFound:
+            for backend in self.core.backends.values():
+                if isinstance(backend, MountsLayers):
+                    await backend.unmount_layer(digest)
 
     async def import_layer(self, request: ImportRequest, progress: Callable[[str], None]) -> LayerInfo:
         """Make a layer; minutes for a whole distribution. The same content again is the same layer."""

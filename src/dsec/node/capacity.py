@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from dsec.model.limits import KIB, MIB
+from dsec.linux import proc
+from dsec.model.limits import MIB
 from dsec.node.admission import Room
 from dsec.node.clock import Clock
 
@@ -26,12 +25,6 @@ OVERCOMMIT: Final[Mapping[str, float]] = {"memory_mib": 80.0, "disk_mib": 80.0, 
 _GAUGE_AGE_S: Final = 0.1  # reading /proc/meminfo costs 30 us: not for each of a thousand requests
 
 
-def meminfo() -> dict[str, float]:
-    """/proc/meminfo in MiB."""
-    fields = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return {name: int(value.split()[0]) * KIB / MIB for name, value in fields}
-
-
 class MachineGauge:
     """What is free on this machine now: memory, and disk where the uppers lie."""
 
@@ -44,8 +37,8 @@ class MachineGauge:
     def free(self) -> Mapping[str, float]:
         now = self._clock.boot()
         if now - self._read_at > _GAUGE_AGE_S:
-            disk = os.statvfs(self._state_dir)
-            self._free = {"memory_mib": meminfo()["MemAvailable"], "disk_mib": disk.f_bavail * disk.f_frsize / MIB}
+            disk = proc.disk(self._state_dir)
+            self._free = {"memory_mib": proc.memory().available / MIB, "disk_mib": disk.available / MIB}
             self._read_at = now
         return self._free
 
@@ -59,20 +52,17 @@ class EndlessGauge:
 
 def machine_room(state_dir: Path, overcommit: Mapping[str, float]) -> Room:
     """The room of this machine: its totals less reserves, times the factors."""
-    disk = os.statvfs(state_dir)
-    memory_mib = meminfo()["MemTotal"]
-    disk_mib = disk.f_blocks * disk.f_frsize / MIB
+    memory_mib = proc.memory().total / MIB
+    disk_mib = proc.disk(state_dir).total / MIB
     keep_free = {
         "memory_mib": max(MEMORY_RESERVE_MIB, memory_mib * RESERVE_FRACTION),
         "disk_mib": max(DISK_RESERVE_MIB, disk_mib * RESERVE_FRACTION),
     }
-    pid_max = float(Path("/proc/sys/kernel/pid_max").read_text())
-    threads_max = float(Path("/proc/sys/kernel/threads-max").read_text())
     base = {
         "memory_mib": memory_mib - keep_free["memory_mib"],
         "disk_mib": disk_mib - keep_free["disk_mib"],
-        "pids": min(pid_max, threads_max) - PIDS_RESERVE,
-        "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[1] - DESCRIPTORS_RESERVE,
+        "pids": proc.pid_max() - PIDS_RESERVE,
+        "descriptors": proc.descriptors_max() - DESCRIPTORS_RESERVE,
     }
     factors = {**OVERCOMMIT, **overcommit}
     return Room(total={name: max(value, 0.0) * factors[name] for name, value in base.items()}, keep_free=keep_free)

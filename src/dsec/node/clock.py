@@ -7,10 +7,10 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from dsec.linux import proc
+
 # A timer of the event loop runs on CLOCK_MONOTONIC, which stands still in suspend; look again at least this often.
 _TIMER_MAX_S = 3600.0
 
@@ -51,7 +51,7 @@ class SystemClock:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def boot_id(self) -> str:
-        return _BOOT_ID.read_text().strip()
+        return proc.boot_id()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Cancellable:
         return asyncio.get_running_loop().call_later(delay_s, callback)

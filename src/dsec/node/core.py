@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import msgspec
 
 from dsec.backends.base import Backend
+from dsec.linux import proc
 from dsec.model import ids
 from dsec.model.errors import DsecError, InvalidSpec, NotFound, Unknown, Unsupported
 from dsec.model.states import SandboxInfo
@@ -51,7 +51,7 @@ class Core:
         self.steps = Steps(store, clock)
         self.deadlines = Deadlines(clock, self._due)
         self.runs = Runs(store, self.steps, clock, self.became_idle)
-        self.online: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))
+        self.online: tuple[int, ...] = proc.cpus()
         self.boxes: dict[str, Box] = {}
         self.names: dict[str, str] = {}
         self.calls: dict[tuple[str, str], tuple[bytes, asyncio.Future[Answer]]] = {}

@@ -94,10 +94,15 @@ async def make_backends(config: NodeConfig) -> dict[str, Backend]:
 
 
 async def _container(config: NodeConfig) -> Backend:
-    from dsec.backends.container import ContainerBackend, ensure_runtime
+    from dsec.backends.container import ContainerBackend, Place, ensure_runtime
 
-    await asyncio.to_thread(ensure_runtime, run_dir=config.run_dir, state_dir=config.state_dir, cgroup=config.cgroup)
-    return ContainerBackend(config.run_dir)
+    place = Place(run_dir=config.run_dir, state_dir=config.state_dir, cgroup=config.cgroup)
+
+    async def revive() -> None:
+        await ensure_runtime(place)
+
+    await revive()
+    return ContainerBackend(config.run_dir, revive=revive)
 
 
 def make_layers(config: NodeConfig) -> Layers:
