@@ -1,0 +1,41 @@
+"""The conformance suite against containers, with a runtime of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.backends.conformance import Check, applicable, perform
+from tests.kit import rootfs, runtime
+from tests.kit.runtime import ContainerSubject
+
+pytestmark = [pytest.mark.contract, pytest.mark.root]
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerSubject]:
+    if reason := runtime.missing() or rootfs.missing():
+        pytest.skip(reason)
+    layer = rootfs.busybox_layer(Path(tmp_path_factory.mktemp("rootfs")))
+    with runtime.own_place() as place:
+        made = ContainerSubject(place, (layer,))
+        asyncio.run(_must_be_able(made))
+        yield made
+
+
+async def _must_be_able(subject: ContainerSubject) -> None:
+    backend = subject.backend()
+    try:
+        found = await backend.probe()
+    finally:
+        await backend.close()
+    if not found.available:
+        pytest.skip(f"the container backend cannot work here: {found.reason}")
+
+
+@pytest.mark.parametrize("check", applicable(ContainerSubject.has), ids=repr)
+def test_container(check: Check, subject: ContainerSubject) -> None:
+    asyncio.run(perform(check, subject))
