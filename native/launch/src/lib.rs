@@ -1,1 +1,19 @@
 //! Putting a container together, and entering one.
+//!
+//! The pieces a runtime prepares (cgroups, layers, the writable part, a network namespace) have a
+//! module each and know nothing of one another; [`launcher::Launcher`] joins them in a process of
+//! its own. [`assembly`] is the usual order of doing all of it, with everything undone on failure.
+
+pub mod assembly;
+pub mod cgroup;
+pub mod config;
+pub mod failpoint;
+pub mod launcher;
+pub mod layers;
+pub mod netns;
+pub mod plan;
+pub mod probe;
+pub mod upper;
+
+pub use config::Config;
+pub use plan::{Code, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};
