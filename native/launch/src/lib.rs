@@ -6,14 +6,25 @@
 
 pub mod assembly;
 pub mod cgroup;
+pub mod check;
 pub mod config;
+mod create;
+mod enter;
 pub mod failpoint;
+mod filter;
+mod init;
 pub mod launcher;
 pub mod layers;
+mod mounting;
 pub mod netns;
 pub mod plan;
 pub mod probe;
+mod server;
+pub mod switch;
+mod syscalls;
 pub mod upper;
+mod users;
+mod wire;
 
 pub use config::Config;
 pub use plan::{Code, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};

@@ -1,8 +1,6 @@
 //! Moving bytes, descriptors and endings between processes: seqpacket with descriptors, splice,
 //! waiting for a process without reaping it, signals as a descriptor.
 
-#![allow(unsafe_code)] // waitid with rusage and signalfd have no safe wrapper in rustix.
-
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};

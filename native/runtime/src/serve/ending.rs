@@ -405,11 +405,15 @@ impl Server {
 
     /// SIGKILL to a run's whole tree. While it is being launched there is none: `launched` does it.
     pub(super) fn kill_tree(&mut self, index: u64) {
-        let Some(leaf) = self.runs.get(&index).and_then(|r| r.leaf.as_ref()) else {
+        let Some(run) = self.runs.get(&index) else {
             return;
         };
-        if let Err(e) = leaf.kill() {
+        if let Some(Err(e)) = run.leaf.as_ref().map(|l| l.kill()) {
             warning!("run.kill", error = e);
+        }
+        // Where joining is not part of the clone (cgroup v1) the process may not be in it yet.
+        if let Some(pidfd) = &run.pidfd {
+            let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
         }
     }
 
