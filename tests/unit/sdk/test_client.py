@@ -115,6 +115,32 @@ def test_list_pages_by_itself(kit: Kit, serve: Serve) -> None:
     ]
 
 
+@pytest.mark.parametrize("if_exists", ["error", "get"])
+def test_cancelled_creation_leaves_nothing_of_its_own(serve: Serve, if_exists: str) -> None:
+    arrived = threading.Event()
+
+    def script(request: Request, wire: Wire) -> None:
+        if len(server.requests) == 1:
+            arrived.set()
+            wire.hang()
+        wire.answer(INFO)
+
+    server = serve(script)
+
+    async def body() -> None:
+        task = asyncio.create_task(Kit("async").client(server.url).create(name="a", if_exists=if_exists))
+        await asyncio.to_thread(arrived.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    methods = [request.method for request in server.requests]
+    # One that was there before is not ours to stop.
+    assert methods == (["POST", "POST", "DELETE"] if if_exists == "error" else ["POST"])
+    assert len({request.key for request in server.requests if request.method == "POST"}) == 1
+
+
 async def enter(kit: Kit, batch: Any, use: Callable[[Any], Any]) -> None:
     if kit.kind == "sync":
         with batch as boxes:
@@ -391,6 +417,31 @@ def test_async_client_works_in_one_loop_after_another(serve: Serve) -> None:
     sbx = Kit("async").sandbox(server.url)
     for _ in range(3):
         assert asyncio.run(sbx.info()).id == SANDBOX_ID
+
+
+def test_async_client_in_several_loops_at_once(serve: Serve) -> None:
+    server = serve(lambda request, wire: wire.answer(INFO))
+    sbx = Kit("async").sandbox(server.url)
+    errors: list[BaseException] = []
+
+    async def body() -> None:
+        for _ in range(50):
+            await sbx.info()
+
+    def work() -> None:
+        try:
+            asyncio.run(body())
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert server.connections == 4
 
 
 def test_many_tasks_at_once(serve: Serve) -> None:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import msgspec
 
 from dsec.model import limits
-from dsec.model.errors import InvalidSpec
+from dsec.model.errors import DsecError, InvalidSpec, InvalidState, Unavailable
 from dsec.model.ids import check_name, new_key
 from dsec.model.specs import Spec
 from dsec.model.states import Capabilities, NodeInfo, SandboxInfo
 from dsec.sdk import codec, values
 from dsec.sdk._async.batch import AsyncBatch
 from dsec.sdk._async.layers import AsyncLayers
+from dsec.sdk._async.net import finish
 from dsec.sdk._async.sandbox import AsyncSandbox
 from dsec.sdk._async.transport import AsyncTransport
 from dsec.sdk.target import ENV_KEY, default_url, parse
+
+_SANDBOXES: Final = "/v1/sandboxes"
 
 
 class AsyncClient:
@@ -56,8 +59,32 @@ class AsyncClient:
         NodeFull: no room (within `wait_s`); InvalidSpec, Unsupported: nothing was made; Conflict: the name is in use.
         """
         made = values.make_spec(spec, fields)
-        info = await self.transport.call("POST", "/v1/sandboxes", SandboxInfo, body=codec.encode(made), key=new_key())
+        body, key = codec.encode(made), new_key()
+        try:
+            info = await self.transport.call("POST", _SANDBOXES, SandboxInfo, body=body, key=key)
+        except Exception:
+            raise
+        except BaseException as error:
+            # The caller gives up (KeyboardInterrupt, a cancelled task): nobody would ever stop what is being made.
+            if made.if_exists == "error":
+                await finish(self._undo(body, key, made.wait_s, error), self.transport.timing.kill_s)
+            raise
         return AsyncSandbox(self, info.id, info)
+
+    async def _undo(self, body: bytes, key: str, wait_s: float, error: BaseException) -> bool:
+        """Learn by its key what a creation has made, and stop it."""
+        if wait_s > self.transport.timing.kill_s:
+            error.add_note("the sandbox may still be made; its idle timeout ends it")
+            return False
+        try:
+            info = await self.transport.call("POST", _SANDBOXES, SandboxInfo, body=body, key=key)
+            await AsyncSandbox(self, info.id, info).stop(grace_s=0)
+        except (Unavailable, InvalidState) as failure:
+            error.add_note(f"the sandbox may have been made; finding it failed: {failure}; its idle timeout ends it")
+            return False
+        except DsecError:
+            pass  # it was refused: there is none
+        return True
 
     def create_many(
         self,

@@ -103,9 +103,8 @@ class AsyncConn(asyncio.Protocol):
         return data
 
     def idle(self) -> bool:
-        """Whether it belongs to this process and loop and nothing, not even its end, has come on it."""
-        mine = self._pid == os.getpid() and self._loop is asyncio.get_running_loop()
-        return mine and not self._ended and not self._received
+        """Whether it belongs to this process and nothing, not even its end, has come on it."""
+        return self._pid == os.getpid() and not self._ended and not self._received
 
     def close(self) -> None:
         """Let go of it."""
@@ -161,35 +160,42 @@ async def _connect_tcp(where: Tcp) -> AsyncConn:
 
 
 class AsyncPool:
-    """Idle connections, last in first out."""
+    """Idle connections of each event loop, last in first out. A connection is only ever touched in its own loop."""
 
     MAX_IDLE: Final = 64
 
     def __init__(self) -> None:
-        self._idle: deque[AsyncConn] = deque()
+        self._idle: dict[asyncio.AbstractEventLoop, deque[AsyncConn]] = {}
 
     def take(self) -> AsyncConn | None:
         """A connection that looks usable, or None."""
-        while True:
-            try:
-                conn = self._idle.pop()
-            except IndexError:
-                return None
+        idle = self._idle.get(asyncio.get_running_loop())
+        while idle:
+            conn = idle.pop()
             if conn.idle():
                 return conn
             conn.close()
+        return None
 
     def give(self, conn: AsyncConn) -> None:
         """A connection that can carry another request."""
-        if len(self._idle) < self.MAX_IDLE:
-            self._idle.append(conn)
+        loop = asyncio.get_running_loop()
+        idle = self._idle.get(loop)
+        if idle is None:
+            # A loop we have not seen: the time to forget those that have ended.
+            for old in [known for known in tuple(self._idle) if known.is_closed()]:
+                self._idle.pop(old, None)
+            idle = self._idle.setdefault(loop, deque())
+        if len(idle) < self.MAX_IDLE:
+            idle.append(conn)
         else:
             conn.close()
 
     def close(self) -> None:
-        """Close the idle ones."""
-        while self._idle:
-            self._idle.pop().close()
+        """Close the idle ones of this loop; those of another are closed when it ends."""
+        idle = self._idle.pop(asyncio.get_running_loop(), None)
+        while idle:
+            idle.pop().close()
 
 
 async def sleep(seconds: float) -> None:
