@@ -52,6 +52,7 @@ class VirtualClock:
         self.boot_name = "boot-1"
         self._timers: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
+        self.busy: Callable[[], bool] = lambda: False
 
     # what a node asks
     def wall(self) -> float:
@@ -84,15 +85,21 @@ class VirtualClock:
     async def advance(self, seconds: float) -> None:
         """Let time pass; what is due happens at its moment."""
         until = self._now + seconds
-        await settle()
+        await self.settle()
         while self._timers and self._timers[0][0] <= until:
             when, _, timer = heapq.heappop(self._timers)
             self._now = max(self._now, when)
             if timer.callback is not None:
                 timer.callback()
-                await settle()
+                await self.settle()
         self._now = until
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Let everything that can go on go on, and the disk finish what it was given."""
         await settle()
+        while self.busy():
+            await settle()
 
 
 async def settle(rounds: int = 12) -> None:
@@ -111,6 +118,7 @@ class SimNode:
         self.directory = directory
         self.name = name
         self.room = room
+        self.backend_name = "container"
         self.clock = VirtualClock()
         self.world = World(clock=self.clock)
         self.layers = SimulatedLayers()
@@ -128,10 +136,11 @@ class SimNode:
         self._link = Link()
         store = SeverableStore(self.directory)
         store.link = self._link
-        backend = Severable(FakeBackend(self.world, name="container"), self._link)
+        self.clock.busy = lambda: not store.closed and not store.idle
+        backend = Severable(FakeBackend(self.world, name=self.backend_name), self._link)
         self._node = Node(
             name=self.name,
-            backends={"container": cast(Backend, backend)},
+            backends={self.backend_name: cast(Backend, backend)},
             layers=self.layers,
             store=store,
             room=self.room,
@@ -153,7 +162,7 @@ class SimNode:
             self.kill()
         node.core.deadlines.close()
         node.core.store.close()
-        await settle()
+        await self.clock.settle()
 
     def kill_at(self, nth: int) -> list[str]:
         """Kill the agent at the nth failpoint of its own it comes to; the names of those visited."""

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 PROC: Final = Path("/proc")
+PF_EXITING: Final = 0x4
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -85,8 +86,20 @@ def start_time(pid: int, proc: Path = PROC) -> int | None:
 
     Field 22 of stat; counted from the last parenthesis, because the name of the program may contain any letter.
     """
+    fields = _stat(pid, proc)
+    return None if fields is None else int(fields[19])
+
+
+def is_ending(pid: int, proc: Path = PROC) -> bool:
+    """Whether a process has ended or is about to (its flags, field 9, have PF_EXITING)."""
+    fields = _stat(pid, proc)
+    return fields is None or bool(int(fields[6]) & PF_EXITING)
+
+
+def _stat(pid: int, proc: Path) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third on."""
     try:
         stat = (proc / str(pid) / "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(stat.rpartition(b")")[2].split()[19])
+    return stat.rpartition(b")")[2].split()

@@ -16,7 +16,7 @@ from dsec.node.store import Statement
 if TYPE_CHECKING:
     from dsec.node.runs import Flight
 
-_encode = msgspec.msgpack.Encoder().encode
+encode_value = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(SandboxInfo).decode
 _decode_base = msgspec.msgpack.Decoder(Defaults).decode
 _decode_handle = msgspec.msgpack.Decoder(Handle).decode
@@ -95,7 +95,7 @@ class Box:
     def row(self) -> Statement:
         """The statement that writes its row as it is now."""
         info = self.info
-        handle = None if self.handle is None else _encode(self.handle)
+        handle = None if self.handle is None else encode_value(self.handle)
         marks = ", ".join(["?"] * 11)
         return f"INSERT OR REPLACE INTO sandboxes ({_COLUMNS}) VALUES ({marks})", (
             info.id,
@@ -103,9 +103,9 @@ class Box:
             info.name,
             info.job,
             info.backend,
-            _encode(info),
+            encode_value(info),
             handle,
-            _encode(self.base),
+            encode_value(self.base),
             self.expires_boot,
             self.idle_boot,
             info.ended_at,

@@ -49,6 +49,10 @@ def new_process_id() -> str:
     return "p-" + base64.b32encode(secrets.token_bytes(8))[:13].decode().lower()
 
 
+# Not a coroutine yet: a task that is cancelled before its first step would leave it behind unawaited.
+Work = Callable[[], Coroutine[Any, Any, Answer | None]]
+
+
 class Flight:
     """One run that has begun and has no recorded end yet."""
 
@@ -133,24 +137,26 @@ class Runs:
             box.next_step += 1
         flight.sink = sink
         plan = run_plan(flight.process_id, spec, box.base)
-        self._take_off(box, key, flight, self._run(box, key, flight, plan, sink, begun=found is not None))
+        begun = found is not None
+        self._take_off(box, key, flight, lambda: self._run(box, key, flight, plan, sink, begun=begun))
         return flight
 
     def resume(self, box: Box, step: Step) -> None:
         """After a restart: wait for a run that had begun, or find out that it never was launched."""
         flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command)
         flight.launch()
-        self._take_off(box, step.key, flight, self._reattach(box, box.running_guest(), step.key, flight))
+        guest = box.running_guest()
+        self._take_off(box, step.key, flight, lambda: self._reattach(box, guest, step.key, flight))
 
-    def _take_off(self, box: Box, key: str, flight: Flight, work: Coroutine[Any, Any, Answer | None]) -> None:
+    def _take_off(self, box: Box, key: str, flight: Flight, work: Work) -> None:
         box.flights[key] = flight
         box.active += 1
         flight.task = asyncio.get_running_loop().create_task(self._fly(box, key, flight, work))
 
-    async def _fly(self, box: Box, key: str, flight: Flight, work: Coroutine[Any, Any, Answer | None]) -> None:
+    async def _fly(self, box: Box, key: str, flight: Flight, work: Work) -> None:
         answer: Answer
         try:
-            outcome = await work
+            outcome = await work()
             answer = outcome if outcome is not None else _never_launched(flight)
         except asyncio.CancelledError:
             answer = Unavailable("the node is shutting down; repeat the call with the same key", sandbox_id=box.id)

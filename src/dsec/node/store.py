@@ -72,7 +72,7 @@ class Store:
         self._thread = threading.Thread(target=self._write_loop, name="dsec-store", daemon=True)
         self._turn = threading.Lock()  # who has it may use the writing connection
         self._full: bool | None = None  # which `synchronous` is set
-        self._closed = False
+        self.closed = False
         self.commits = 0  # transactions so far: how well grouping works is commits per change
         self._handed = 0
         self._written = 0
@@ -104,7 +104,7 @@ class Store:
 
         `files` are written whole before; `gone` (files or directories) are removed after.
         """
-        if self._closed:
+        if self.closed:
             raise Unavailable("the node is shutting down")
         change = Change(statements, durable=durable, files=files, gone=gone)
         if durable or files or gone or not self._write_here(change):
@@ -128,11 +128,16 @@ class Store:
             change.future.set_exception(error)
         return True
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything handed in so far has been written."""
+        return self._handed == self._written
+
     def close(self) -> None:
         """Write what is waiting and let go of the file."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._queue.put(None)
         self._thread.join()
         self._reader.close()

@@ -9,7 +9,7 @@ import pytest
 from dsec.model.errors import Conflict, InvalidSpec, InvalidState, LaunchFailed, NotFound, SandboxLost, Unsupported
 from dsec.model.specs import Spec
 from dsec.node.agent import Query
-from tests.kit.simnode import SimNode, settle
+from tests.kit.simnode import SimNode
 
 
 def test_create_run_stop(sim):
@@ -152,11 +152,11 @@ def test_a_sandbox_that_ends_by_itself_is_lost_and_its_room_free(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create(name="a")
         run = asyncio.ensure_future(s.run(id_, "sleep 100"))
-        await settle()
+        await s.clock.settle()
         s.world.lose(id_, "oom", "killed")
         with pytest.raises(SandboxLost):
             await run
-        await settle()
+        await s.clock.settle()
         info = await s.node.get(id_)
         assert (info.state, info.end_reason) == ("lost", "oom")
         with pytest.raises(SandboxLost):
@@ -171,7 +171,7 @@ def test_stops_at_once_stop_once(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create()
         run = asyncio.ensure_future(s.run(id_, "sleep 100"))
-        await settle()
+        await s.clock.settle()
         infos = await asyncio.gather(*(s.node.stop(id_) for _ in range(10)))
         assert {(info.state, info.ended_at) for info in infos} == {("stopped", infos[0].ended_at)}
         assert s.world.faults.calls["stop"] == 1
@@ -201,7 +201,7 @@ def test_stopping_one_that_is_being_made_undoes_it(sim):
     async def scenario(s: SimNode) -> None:
         s.world.faults.delay_s["start"] = 5
         creation = asyncio.ensure_future(s.create(name="a"))
-        await settle()
+        await s.clock.settle()
         info = await s.node.stop("a")
         assert info.state == "stopped"
         with pytest.raises(InvalidState):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from dsec.backends.base import Exit, Handle, RunOutcome, RunPlan, StartPlan
+from dsec.backends.base import Exit, Handle, ProcessInfo, RunOutcome, RunPlan, StartPlan
 from dsec.model.states import Capabilities, Capability, EndReason, Output, Usage
 from dsec.wire import values as v
 
@@ -80,7 +80,14 @@ def outcome(result: v.RunResult) -> RunOutcome:
 
 def handle(backend: str, status: v.SandboxStatus) -> Handle:
     """What finds the sandbox again: its id, and when it was started, so that another one is not taken for it."""
-    return Handle(backend=backend, id=status.id, data={"started_ns": status.started_ns, "cgroup_id": status.cgroup_id})
+    data = {"started_ns": status.started_ns, "cgroup_id": status.cgroup_id, "init_pid": status.init_pid}
+    return Handle(backend=backend, id=status.id, data=data)
+
+
+def process(run: v.RunInfo) -> ProcessInfo:
+    """A program in a list. Whatever the runtime calls it after its end, it has ended."""
+    state = run.state if run.state in ("starting", "running") else "ended"
+    return ProcessInfo(process_id=run.run, state=state, pid=(run.pid or None) if state == "running" else None)
 
 
 def ending(status: v.SandboxStatus) -> Exit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from dsec.model import ids
 from dsec.model.errors import DsecError, Unsupported
 from dsec.node.agent import Node
 from dsec.node.http import codec
@@ -48,6 +49,8 @@ class App:
         route = entry.route
         if not route.open:
             self._guard.check(exchange.headers)
+        if route.keyed and exchange.key is not None:
+            ids.check_key(exchange.key)
         exchange.params = [codec.path_segment(segment) for segment in params]
         exchange.fields = codec.query_fields(exchange.query, entry.allowed)
         body: Any = None
