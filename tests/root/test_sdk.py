@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.kit.examples import examples
-from tests.kit.lanes import runtime_binary
-from tests.kit.runtime import own_place
 
 import dsec
 from dsec.backends.container import Place
+from tests.kit.examples import examples
+from tests.kit.lanes import runtime_binary
+from tests.kit.runtime import own_place
 
 COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 BASE = "debian:12"
