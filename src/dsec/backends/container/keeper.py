@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
@@ -81,40 +82,49 @@ async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:
     if (keeper := living_keeper(place.run_dir)) is not None:
         return keeper
     binary = binary or find_binary()
-    # It forks itself away and leaves this session; what it has to say before that comes back here.
-    process = await asyncio.create_subprocess_exec(
+    # It forks itself away and leaves this session. What it has to say goes to a file, not a pipe: the keeper keeps its
+    # standard error for as long as it lives, so the end of a pipe would never come.
+    place.run_dir.mkdir(parents=True, exist_ok=True)
+    told = place.run_dir / "keeper.out"
+    with told.open("wb") as out:
+        process = await _spawn(binary, place, out)
+    await _until_started(process, place)
+    if (keeper := await _appears(place.run_dir)) is not None:
+        return keeper
+    log = _tail(place.run_dir / "runtime.log")
+    said = _tail(told) or log or "it said nothing"
+    code = process.returncode
+    raise LaunchFailed(
+        f"{binary} keeper did not start in {place.run_dir} (exit code {code}): {said}",
+        detail={"step": "keeper", "exit_code": code, "log": log},
+    )
+
+
+async def _spawn(binary: Path, place: Place, out: IO[bytes]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         str(binary),
         "keeper",
         *("--run-dir", str(place.run_dir)),
         *("--state-dir", str(place.state_dir)),
         *("--cgroup", place.cgroup),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=out,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
     )
-    said = await _until_started(process, place)
-    if (keeper := await _appears(place.run_dir)) is not None:
-        return keeper
-    log = _tail(place.run_dir / "runtime.log")
-    code = process.returncode
-    raise LaunchFailed(
-        f"{binary} keeper did not start in {place.run_dir} (exit code {code}): {said or log or 'it said nothing'}",
-        detail={"step": "keeper", "exit_code": code, "log": log},
-    )
 
 
-async def _until_started(process: asyncio.subprocess.Process, place: Place) -> str:
+async def _until_started(process: asyncio.subprocess.Process, place: Place) -> None:
     try:
         async with asyncio.timeout(START_DEADLINE_S):
-            said, _ = await process.communicate()
+            await process.wait()
     except TimeoutError:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
         raise LaunchFailed(
             f"the keeper in {place.run_dir} did not get ready within {START_DEADLINE_S:g} s", detail={"step": "keeper"}
         ) from None
-    return said[-SAID_MAX_BYTES:].decode(errors="replace").strip()
 
 
 async def _appears(run_dir: Path) -> Keeper | None:
