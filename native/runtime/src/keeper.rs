@@ -113,9 +113,11 @@ fn announce_ready() {
     let mut out = io::stdout();
     let _ = out.write_all(b"ready\n");
     let _ = out.flush();
-    // From now on standard output leads nowhere: whoever reads it must not be kept waiting.
+    // From now on standard output and error lead nowhere: whoever reads them, perhaps as one pipe, must not be kept
+    // waiting. What there is to say goes to the log.
     if let Ok(null) = File::options().write(true).open("/dev/null") {
         let _ = rustix::stdio::dup2_stdout(&null);
+        let _ = rustix::stdio::dup2_stderr(&null);
     }
 }
 
