@@ -56,8 +56,13 @@ def shell(args: argparse.Namespace) -> int:
                 line = input(f"{args.kernel}:{cwd}# ")
             except EOFError:
                 return 0
-            done = guest.run(f"{line}\nstatus=$?; pwd >/run/cwd; exit $status", cwd=cwd, on_output=_print, timeout_s=3600,
-                             env=payload.ENVIRONMENT)
+            done = guest.run(
+                f"{line}\nstatus=$?; pwd >/run/cwd; exit $status",
+                cwd=cwd,
+                on_output=_print,
+                timeout_s=3600,
+                env=payload.ENVIRONMENT,
+            )
             if done.exit_code:
                 print(f"[exit {done.exit_code}]")
             cwd = guest.run("cat /run/cwd").text.strip() or cwd

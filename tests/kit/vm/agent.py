@@ -13,7 +13,6 @@ import selectors
 import signal
 import struct
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,4 +239,4 @@ def open_port() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    sys.exit(Agent(open_port()).serve())
+    Agent(open_port()).serve()

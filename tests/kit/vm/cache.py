@@ -18,6 +18,7 @@ from pathlib import Path
 
 DEFAULT_CACHE = "/var/cache/dsec"
 KEY_CHARS = 16
+TEMPORARY = ".tmp-"
 # An image and its snapshots are about 2 GiB; old recipes are not kept for ever.
 UNUSED_SECONDS = 14 * 24 * 3600
 
@@ -59,9 +60,9 @@ def entry(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     final = guests_dir() / name
     with locked(name):
         if not final.is_dir():
-            for leftover in guests_dir().glob(f".tmp-{name}-*"):
+            for leftover in guests_dir().glob(f"{TEMPORARY}{name}-*"):
                 shutil.rmtree(leftover)
-            work = guests_dir() / f".tmp-{name}-{os.getpid()}"
+            work = guests_dir() / f"{TEMPORARY}{name}-{os.getpid()}"
             work.mkdir(mode=0o755)
             try:
                 build(work)
@@ -76,20 +77,28 @@ def entry(kind: str, key: str, build: Callable[[Path], None]) -> Path:
 def discard(path: Path) -> None:
     """Removes an entry that turned out to be unusable; it is made again at the next use."""
     with locked(path.name):
-        doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def prune(keep: set[Path]) -> list[Path]:
-    """Removes entries that nothing has asked for in a while. Guests hold their files open."""
+    """Removes entries that nothing has asked for in a while, and what dead builders left.
+
+    A guest that still runs from an entry holds its files open.
+    """
     removed = []
     oldest = time.time() - UNUSED_SECONDS
     for path in guests_dir().iterdir():
-        if path.name.startswith(".") or path in keep or path.stat().st_mtime > oldest:
+        name = path.name
+        if path in keep or not path.is_dir():
             continue
-        with locked(path.name, wait=False) as held:
+        if name.startswith(TEMPORARY):
+            name = name.removeprefix(TEMPORARY).rpartition("-")[0]
+        elif path.stat().st_mtime > oldest:
+            continue
+        with locked(name, wait=False) as held:
             if held:
                 shutil.rmtree(path)
                 removed.append(path)

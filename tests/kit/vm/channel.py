@@ -124,9 +124,7 @@ class Channel:
             self._send(number, STDIN, b"")
             return self._collect(number, command, timeout_s, on_output)
 
-    def _collect(
-        self, number: int, command: Sequence[str], timeout_s: float, on_output: OnOutput | None
-    ) -> Result:
+    def _collect(self, number: int, command: Sequence[str], timeout_s: float, on_output: OnOutput | None) -> Result:
         kept = {STDOUT: bytearray(), STDERR: bytearray()}
         deadline = time.monotonic() + timeout_s
         while True:

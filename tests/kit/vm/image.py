@@ -25,15 +25,17 @@ KERNELS = ("6.1", "6.12")
 DISK_BYTES = 12 << 30  # sparse
 BUILD_TIMEOUT_S = 900
 
-PACKAGES = (
+_PACKAGES = (
     "systemd systemd-sysv kmod apparmor procps iproute2 nftables python3 python3-venv busybox-static "
     "e2fsprogs btrfs-progs erofs-utils xfsprogs quota psmisc git zstd ca-certificates strace"
-).split()
+)
+PACKAGES = tuple(_PACKAGES.split())
 # Of the project's extras: what a test imports. Checkers and builders stay on the host.
 DEV_REQUIREMENTS = ("pytest", "pytest-timeout", "hypothesis", "schemathesis")
 SITE = "opt/dsec/site"
 
-# Fetched with the new root's suites and keys, not the host's. The metapackage's versions name the current kernel of each suite.
+# Fetched with the new root's suites and keys, not the host's. The metapackage's versions name the current
+# kernel of each suite.
 FETCH_KERNELS = r"""#!/bin/sh
 set -eu
 export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-import os
 import re
 import shutil
 import stat
@@ -159,6 +158,6 @@ def unpack_package(deb: Path, root: Path, boot: Path, work: Path) -> str:
     shutil.copy(tree / "boot" / f"config-{release}", boot / "config")
     (boot / "release").write_text(release)
     for path in boot.iterdir():
-        os.chmod(path, 0o644)
+        path.chmod(0o644)
     shutil.rmtree(tree)
     return release

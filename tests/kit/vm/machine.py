@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -75,7 +76,7 @@ def snapshot(series: str) -> Snapshot:
     for accel in qemu.accelerators():
         key = _snapshot_key(made, series, accel)
         try:
-            path = cache.entry(f"snapshot-{series}", key, lambda work, a=accel: _boot(made, series, a, work))
+            path = cache.entry(f"snapshot-{series}", key, functools.partial(_boot, made, series, accel))
         except (qemu.QemuError, GuestError) as error:
             failures.append(f"{accel}: {error}")
             continue
@@ -109,6 +110,7 @@ def _boot(made: Image, series: str, accel: str, target: Path) -> None:
     for path in target.iterdir():
         os.chown(path, os.geteuid(), os.getegid())
         path.chmod(0o644)
+    cache.prune(keep={made.path})
 
 
 def _settle(guest: Guest) -> None:
@@ -177,9 +179,7 @@ def _disks(disk: Path, payload: Path) -> list[qemu.Disk]:
 
 
 def _overlay(backing: Path, target: Path, backing_format: str = "raw") -> None:
-    subprocess.run(
-        ["qemu-img", "create", "-q", "-f", "qcow2", "-b", backing, "-F", backing_format, target], check=True
-    )
+    subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", backing, "-F", backing_format, target], check=True)
     qemu.give(target)
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kit.vm.emulator import find
 from tests.kit.vm.image import REPOSITORY, SITE, BuildError
 from tests.kit.vm.machine import PAYLOAD_BYTES
-from tests.kit.vm.emulator import find
 
 TREE = ("src", "tests", "docs", "pyproject.toml", "README.md", "scripts")
 MOUNT = "/srv/dsec"
@@ -28,7 +28,9 @@ BIN = "native/bin"
 ENVIRONMENT = {
     "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
     "PYTHONPYCACHEPREFIX": "/var/tmp/pycache",
-    "DSEC_RUNTIME": f"{MOUNT}/{BIN}/dsec-runtime",
+    "DSEC_RUNTIME_BIN": f"{MOUNT}/{BIN}/dsec-runtime",
+    # A guest that cannot run a lane has failed it.
+    "DSEC_REQUIRE": "contract,root,security",
     "PATH": f"{MOUNT}/{BIN}:/{SITE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 }
 CARGO_TIMEOUT_S = 1200
@@ -76,6 +78,10 @@ def _cargo(*arguments: str) -> str:
     if done.returncode != 0:
         raise BuildError(f"cargo {arguments[0]} failed:\n{done.stderr[-4000:]}")
     return done.stdout
+
+
+def has_tests(lane: str) -> bool:
+    return any((REPOSITORY / "tests" / lane).rglob("test_*.py"))
 
 
 @contextlib.contextmanager

@@ -90,8 +90,10 @@ def command(
 ) -> list[str]:
     """The machine. A restored guest must get exactly the devices it was saved with."""
     argv = [
-        *emulator.emulator().command, "-name", f"dsec-guest-{boot.name}", "-nodefaults", "-no-user-config", "-no-reboot",
-        "-display", "none", "-machine", f"q35,accel={accel},hpet=off,i8042=off", "-cpu", "max" if accel == "tcg" else "host",
+        *emulator.emulator().command, "-name", f"dsec-guest-{boot.name}",
+        "-nodefaults", "-no-user-config", "-no-reboot",
+        "-display", "none", "-machine", f"q35,accel={accel},hpet=off,i8042=off",
+        "-cpu", "max" if accel == "tcg" else "host",
         "-smp", str(CPUS), "-m", f"{memory_mib}M",
         "-kernel", str(boot / "vmlinux"), "-initrd", str(boot / "initramfs"), "-append", CMDLINE,
         "-nic", "none", "-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto",
