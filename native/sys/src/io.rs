@@ -335,7 +335,10 @@ mod tests {
             std::thread::yield_now();
         };
         assert_eq!((seen.code, seen.signal), (Some(7), None));
-        assert_eq!(wait_child(Who::Pid(pid), true).unwrap().unwrap().code, Some(7));
+        assert_eq!(
+            wait_child(Who::Pid(pid), true).unwrap().unwrap().code,
+            Some(7)
+        );
         assert!(wait_child(Who::Pid(pid), true).is_err());
     }
 }
