@@ -135,14 +135,18 @@ def busybox_image(directory: Path) -> Path:
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\n")
     image = directory / "base.erofs"
-    subprocess.run(["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        ["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     return image
 
 
 class Node:
     """Keeper and runtime in directories of their own."""
 
-    def __init__(self, binary: Path, *, cgroup: str = "dsec-runtime-test", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, binary: Path, *, cgroup: str = "dsec-runtime-test", env: dict[str, str] | None = None
+    ) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
         self.binary = self.dir / "dsec-runtime"
         shutil.copy2(binary, self.binary)
@@ -158,9 +162,10 @@ class Node:
         return self.run_dir / "runtime.sock"
 
     def start(self) -> None:
+        options = {"--run-dir": self.run_dir, "--state-dir": self.state_dir, "--cgroup": self.cgroup}
+        command = [str(self.binary), "keeper", *(f"{name}={value}" for name, value in options.items())]
         subprocess.run(
-            [self.binary, "keeper", "--run-dir", self.run_dir, "--state-dir", self.state_dir]
-            + ["--cgroup", self.cgroup],
+            command,
             check=True,
             env=self.env,
             timeout=60,
@@ -182,7 +187,9 @@ class Node:
     def kill_keeper(self) -> None:
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}").exists() and "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text():
+        while (
+            Path(f"/proc/{pid}").exists() and "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text()
+        ):
             time.sleep(0.01)
 
     def log(self) -> str:

@@ -86,7 +86,12 @@ pub fn run(options: Options) -> io::Result<()> {
     let instance = util::random_id()?;
     write_pid_file(&pid_file, &instance)?;
     let listen = listen(&options)?;
-    info!("keeper.start", pid = std::process::id(), instance = instance, nofile = nofile);
+    info!(
+        "keeper.start",
+        pid = std::process::id(),
+        instance = instance,
+        nofile = nofile
+    );
     let mut keeper = Keeper {
         options,
         instance,
@@ -243,7 +248,11 @@ impl Keeper {
                     *sock = None;
                     return;
                 }
-                Ok(Received::Msg { msg, fds, truncated }) => self.message(msg, fds, truncated),
+                Ok(Received::Msg {
+                    msg,
+                    fds,
+                    truncated,
+                }) => self.message(msg, fds, truncated),
                 Err(e) => {
                     // A runtime that cannot speak is of no use: let it end and start it again.
                     warning!("keeper.bad_message", error = e);
@@ -276,7 +285,12 @@ impl Keeper {
     fn put(&mut self, put: Put, fds: Vec<OwnedFd>, truncated: bool) {
         let key = put.key.clone();
         if let Err(why) = self.store.put(put, fds) {
-            warning!("keeper.refused", key = key, why = why.0, truncated = truncated);
+            warning!(
+                "keeper.refused",
+                key = key,
+                why = why.0,
+                truncated = truncated
+            );
             self.refused.push_back(key);
         }
     }
@@ -327,7 +341,11 @@ impl Keeper {
                 self.runtime = Runtime::Waiting(Instant::now());
             }
             Next::Restart | Next::Crash => {
-                let most = if ready { BACKOFF_MAX_READY } else { BACKOFF_MAX };
+                let most = if ready {
+                    BACKOFF_MAX_READY
+                } else {
+                    BACKOFF_MAX
+                };
                 self.backoff = self.backoff.min(most);
                 self.runtime = Runtime::Waiting(Instant::now() + self.backoff);
                 self.backoff *= 2;
@@ -348,7 +366,11 @@ impl Keeper {
                 };
             }
             Err(e) => {
-                warning!("runtime.start.failed", error = e, wait_ms = self.backoff.as_millis());
+                warning!(
+                    "runtime.start.failed",
+                    error = e,
+                    wait_ms = self.backoff.as_millis()
+                );
                 self.backoff = self.backoff.min(BACKOFF_MAX);
                 self.runtime = Runtime::Waiting(Instant::now() + self.backoff);
                 self.backoff *= 2;
@@ -378,7 +400,10 @@ impl Keeper {
 
     /// Says what is to be said, as far as the socket takes it.
     fn flush(&mut self) {
-        let Runtime::Running { sock: Some(sock), .. } = &self.runtime else {
+        let Runtime::Running {
+            sock: Some(sock), ..
+        } = &self.runtime
+        else {
             return;
         };
         if let Err(e) = say(
@@ -436,7 +461,15 @@ fn say(
         *listing = None;
     }
     while let Some((key, ending)) = store.untold() {
-        kproto::send(sock, &ToRuntime::Exit { key: key.clone(), ending }, &[], true)?;
+        kproto::send(
+            sock,
+            &ToRuntime::Exit {
+                key: key.clone(),
+                ending,
+            },
+            &[],
+            true,
+        )?;
         store.mark_told(&key);
     }
     Ok(())

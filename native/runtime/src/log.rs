@@ -43,16 +43,18 @@ pub fn line(level: &str, event: &str, fields: &[(&str, &dyn Display)]) {
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
     let mut text = format!("{}.{:06}", now.as_secs(), now.subsec_micros());
-    let role = TARGET
-        .get()
-        .map_or("-", |t| t.lock().unwrap_or_else(PoisonError::into_inner).role);
+    let role = TARGET.get().map_or("-", |t| {
+        t.lock().unwrap_or_else(PoisonError::into_inner).role
+    });
     text.push_str(&format!(" {role} {level} {event}"));
     for (key, value) in fields {
         let mut value = value.to_string();
         if let Some((at, _)) = value.char_indices().nth(MAX_VALUE) {
             value.truncate(at);
         }
-        if value.is_empty() || value.contains(|c: char| c.is_whitespace() || c.is_control() || c == '"') {
+        if value.is_empty()
+            || value.contains(|c: char| c.is_whitespace() || c.is_control() || c == '"')
+        {
             text.push_str(&format!(" {key}={value:?}"));
         } else {
             text.push_str(&format!(" {key}={value}"));

@@ -120,7 +120,9 @@ fn serve(args: &[OsString]) -> io::Result<()> {
 
 #[cfg(not(feature = "plain"))]
 fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
-    Ok(Arc::new(real::Real::open(options).map_err(io::Error::other)?))
+    Ok(Arc::new(
+        real::Real::open(options).map_err(io::Error::other)?,
+    ))
 }
 
 #[cfg(feature = "plain")]

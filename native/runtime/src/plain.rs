@@ -47,7 +47,12 @@ impl Plain {
 }
 
 /// Starts a program in a cgroup: the shell moves itself there, then becomes the program.
-fn spawn(dir: &PathBuf, argv: &[&std::ffi::OsStr], stdio: [Stdio; 3], plan: Option<&RunPlan>) -> Result<(i32, OwnedFd)> {
+fn spawn(
+    dir: &PathBuf,
+    argv: &[&std::ffi::OsStr],
+    stdio: [Stdio; 3],
+    plan: Option<&RunPlan>,
+) -> Result<(i32, OwnedFd)> {
     use std::os::unix::ffi::OsStrExt;
     let mut command = Command::new("/bin/sh");
     command

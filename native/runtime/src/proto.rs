@@ -215,7 +215,10 @@ pub fn frame<T: Serialize>(value: &T) -> Result<Vec<u8>, LaunchError> {
         .map_err(|e| LaunchError::new(Code::Internal, format!("encoding an answer: {e}")))?;
     let len = out.len() - 4;
     if len > MAX_FRAME {
-        return Err(LaunchError::new(Code::Internal, "an answer is too big for a frame"));
+        return Err(LaunchError::new(
+            Code::Internal,
+            "an answer is too big for a frame",
+        ));
     }
     out[..4].copy_from_slice(&(len as u32).to_be_bytes());
     Ok(out)
@@ -251,7 +254,10 @@ fn is_id(text: &str, max: usize, extra: &str) -> bool {
 pub fn check_sandbox_id(id: &str) -> Result<(), LaunchError> {
     let good = !id.starts_with('-') && is_id(&id.to_ascii_lowercase(), MAX_SANDBOX_ID, "-_");
     good.then_some(()).ok_or_else(|| {
-        LaunchError::field("id", format!("an id is 1 to {MAX_SANDBOX_ID} of [A-Za-z0-9_-]"))
+        LaunchError::field(
+            "id",
+            format!("an id is 1 to {MAX_SANDBOX_ID} of [A-Za-z0-9_-]"),
+        )
     })
 }
 
@@ -270,7 +276,10 @@ pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
             "an open standard input is not there yet; give its content as `stdin`",
         ));
     }
-    for (name, value) in [("head_bytes", plan.head_bytes), ("tail_bytes", plan.tail_bytes)] {
+    for (name, value) in [
+        ("head_bytes", plan.head_bytes),
+        ("tail_bytes", plan.tail_bytes),
+    ] {
         if value > MAX_CAPTURE {
             return Err(LaunchError::field(name, format!("at most {MAX_CAPTURE}")));
         }
@@ -288,9 +297,12 @@ pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
 }
 
 fn too_long(what: &str, limit: usize) -> LaunchError {
-    LaunchError::new(Code::TooLong, format!("{what} is longer than {limit} bytes"))
-        .with("field", what)
-        .with("limit", i64::try_from(limit).unwrap_or(i64::MAX))
+    LaunchError::new(
+        Code::TooLong,
+        format!("{what} is longer than {limit} bytes"),
+    )
+    .with("field", what)
+    .with("limit", i64::try_from(limit).unwrap_or(i64::MAX))
 }
 
 fn check_argv(plan: &RunPlan) -> Result<(), LaunchError> {
@@ -306,7 +318,10 @@ fn check_argv(plan: &RunPlan) -> Result<(), LaunchError> {
     }
     for (key, value) in &plan.env {
         if key.is_empty() || key.contains(&b'=') || has_nul(key) || has_nul(value) {
-            return Err(LaunchError::field("env", "a name is not empty and has no =; no NUL anywhere"));
+            return Err(LaunchError::field(
+                "env",
+                "a name is not empty and has no =; no NUL anywhere",
+            ));
         }
     }
     let pointer = std::mem::size_of::<usize>();
@@ -394,7 +409,11 @@ mod tests {
 
     #[test]
     fn a_frame_comes_back_in_any_pieces() {
-        let one = frame(&Reply::Ok { id: 7, ok: Nothing {} }).unwrap();
+        let one = frame(&Reply::Ok {
+            id: 7,
+            ok: Nothing {},
+        })
+        .unwrap();
         let mut s = Splitter::default();
         for b in one.iter().chain(&one) {
             s.push(&[*b]);
@@ -435,7 +454,9 @@ mod tests {
         let mut seed = 1u64;
         for _ in 0..20_000 {
             let mut body = Vec::new();
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            seed = seed
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             for i in 0..(seed >> 58) {
                 body.push((seed >> (i % 56)) as u8 ^ (i as u8).wrapping_mul(31));
             }

@@ -171,7 +171,10 @@ mod tests {
         assert!(store.untold().is_none());
         store.forget_told();
         assert!(store.untold().is_some());
-        assert!(!store.ended(42, fallen(9)), "the number may be another process by now");
+        assert!(
+            !store.ended(42, fallen(9)),
+            "the number may be another process by now"
+        );
     }
 
     #[test]

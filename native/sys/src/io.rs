@@ -17,7 +17,7 @@ pub const MAX_FDS: usize = 16;
 
 /// Bytes in one message between keeper and runtime: well below the default socket buffer (208 KiB),
 /// so a message always fits once the buffer is empty.
-pub const MAX_MESSAGE: usize = 96 * 1024;
+pub const MAX_MESSAGE: usize = 32 * 1024;
 
 /// A connected pair of `SOCK_SEQPACKET` sockets, both close-on-exec.
 pub fn seqpacket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -335,7 +335,10 @@ mod tests {
             std::thread::yield_now();
         };
         assert_eq!((seen.code, seen.signal), (Some(7), None));
-        assert_eq!(wait_child(Who::Pid(pid), true).unwrap().unwrap().code, Some(7));
+        assert_eq!(
+            wait_child(Who::Pid(pid), true).unwrap().unwrap().code,
+            Some(7)
+        );
         assert!(wait_child(Who::Pid(pid), true).is_err());
     }
 }

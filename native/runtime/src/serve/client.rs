@@ -44,7 +44,10 @@ pub struct Client {
 impl Server {
     pub(super) fn accept(&mut self) {
         loop {
-            match rustix::net::accept_with(&self.listen, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            match rustix::net::accept_with(
+                &self.listen,
+                SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            ) {
                 Ok(sock) => self.welcome(sock),
                 Err(rustix::io::Errno::AGAIN) => return,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
@@ -64,7 +67,11 @@ impl Server {
         let allowed = rustix::net::sockopt::socket_peercred(&sock)
             .is_ok_and(|peer| peer.uid.is_root() || peer.uid == own);
         if !allowed || self.clients.len() >= MAX_CLIENTS {
-            info!("client.refused", allowed = allowed, clients = self.clients.len());
+            info!(
+                "client.refused",
+                allowed = allowed,
+                clients = self.clients.len()
+            );
             return;
         }
         let index = self.index();
@@ -155,8 +162,11 @@ impl Server {
         };
         client.in_flight += 1;
         if client.in_flight > MAX_IN_FLIGHT {
-            let err = LaunchError::new(Code::Limit, "too many requests of this connection in flight")
-                .with("limit", MAX_IN_FLIGHT as i64);
+            let err = LaunchError::new(
+                Code::Limit,
+                "too many requests of this connection in flight",
+            )
+            .with("limit", MAX_IN_FLIGHT as i64);
             return self.answer(index, head.id, Err::<Nothing, _>(err));
         }
         self.request(index, head.id, &head.op, body);

@@ -256,7 +256,11 @@ impl Server {
         self.unknown.insert(name);
         for reader in readers {
             self.unfollow(reader.client, index);
-            self.answer(reader.client, reader.request, Err::<Nothing, _>(err.clone()));
+            self.answer(
+                reader.client,
+                reader.request,
+                Err::<Nothing, _>(err.clone()),
+            );
         }
         self.run_ended(sandbox);
     }
@@ -374,7 +378,12 @@ impl Server {
     }
 
     /// `run.kill`.
-    pub(super) fn run_kill(&mut self, index: u64, signal: i32, cause: Cause) -> Result<(), LaunchError> {
+    pub(super) fn run_kill(
+        &mut self,
+        index: u64,
+        signal: i32,
+        cause: Cause,
+    ) -> Result<(), LaunchError> {
         let Some(run) = self.runs.get_mut(&index) else {
             return Ok(());
         };
@@ -553,6 +562,9 @@ mod tests {
         assert_eq!(cause(&ended(Some(1), None), None, true), Cause::Exited);
         let term = Some((Cause::Killed, libc::SIGTERM));
         assert_eq!(cause(&ended(Some(143), None), term, false), Cause::Killed);
-        assert_eq!(cause(&ended(None, Some(libc::SIGTERM)), term, false), Cause::Killed);
+        assert_eq!(
+            cause(&ended(None, Some(libc::SIGTERM)), term, false),
+            Cause::Killed
+        );
     }
 }

@@ -163,7 +163,11 @@ pub fn run(options: Options) -> io::Result<()> {
     }
     let link = Link::new(keeper);
     let inventory = link.inventory()?;
-    info!("runtime.start", pid = std::process::id(), items = inventory.items.len());
+    info!(
+        "runtime.start",
+        pid = std::process::id(),
+        items = inventory.items.len()
+    );
     let backend = crate::open_backend(&options)?;
     let results = Results::new()?;
     let mut server = Server {
@@ -196,7 +200,11 @@ pub fn run(options: Options) -> io::Result<()> {
     server.watch(server.results.fd(), Token::Finished, EventFlags::IN)?;
     server.watch(server.listen.as_fd(), Token::Listen, EventFlags::IN)?;
     server.link.say(&ToKeeper::Ready)?;
-    info!("runtime.ready", sandboxes = server.sandboxes.len(), runs = server.runs.len());
+    info!(
+        "runtime.ready",
+        sandboxes = server.sandboxes.len(),
+        runs = server.runs.len()
+    );
     server.serve()
 }
 

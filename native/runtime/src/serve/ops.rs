@@ -13,8 +13,8 @@ use super::{Server, Timer};
 use crate::backend::Backend;
 use crate::kproto::ToKeeper;
 use crate::proto::{
-    self, AckArgs, CreateArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs, Nothing, RunArgs,
-    SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
+    self, AckArgs, CreateArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs, Nothing,
+    RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
 };
 use crate::util;
 
@@ -106,7 +106,13 @@ impl Server {
         Ok(())
     }
 
-    fn sandbox_op(&mut self, client: u64, id: Id, op: &str, body: &[u8]) -> Result<(), LaunchError> {
+    fn sandbox_op(
+        &mut self,
+        client: u64,
+        id: Id,
+        op: &str,
+        body: &[u8],
+    ) -> Result<(), LaunchError> {
         match op {
             "sandbox.create" => {
                 let args: CreateArgs = proto::args(body)?;
@@ -295,7 +301,9 @@ impl Server {
             let err = LaunchError::new(Code::Busy, "a sandbox uses this layer");
             return Err(err.with("sandbox", s.record.id.clone()));
         }
-        self.work(client, id, move |b| b.layer_unmount(&digest).map(|()| Nothing {}));
+        self.work(client, id, move |b| {
+            b.layer_unmount(&digest).map(|()| Nothing {})
+        });
         Ok(())
     }
 
@@ -348,7 +356,8 @@ impl Server {
 
     pub(super) fn deadline_passed(&mut self, number: u64) {
         if let Some((client, id)) = self.deadlines.remove(&number) {
-            let err = LaunchError::new(Code::Deadline, "it took too long; what was begun is undone");
+            let err =
+                LaunchError::new(Code::Deadline, "it took too long; what was begun is undone");
             self.answer(client, id, Err::<Nothing, _>(err));
         }
     }

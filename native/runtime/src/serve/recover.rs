@@ -70,9 +70,7 @@ impl Server {
                 }
                 let _ = self.records.remove(&record.id);
                 if let Some(held) = held {
-                    let _ = self
-                        .link
-                        .del(&init_key(&record.id), held.fds.len() as u64);
+                    let _ = self.link.del(&init_key(&record.id), held.fds.len() as u64);
                 }
             }
             Stage::Ended => {
@@ -110,9 +108,12 @@ impl Server {
             Err(e) => info!("recover.find", id = sandbox.record.id, error = e),
         }
         let record = &sandbox.record;
-        sandbox.init_ended =
-            ending.is_some() || !util::alive(record.init_pid, record.init_start);
-        info!("recover.sandbox", id = record.id, ended = sandbox.init_ended);
+        sandbox.init_ended = ending.is_some() || !util::alive(record.init_pid, record.init_start);
+        info!(
+            "recover.sandbox",
+            id = record.id,
+            ended = sandbox.init_ended
+        );
         let index = self.add_sandbox(sandbox);
         let Some(s) = self.sandboxes.get_mut(&index) else {
             return;
@@ -283,7 +284,12 @@ impl Server {
             for run in place.runs().unwrap_or_default() {
                 let known = s.runs.contains_key(&run);
                 let name = (s.record.id.clone(), run);
-                if known || self.runs.values().any(|r| r.sandbox_id == name.0 && r.id == name.1) {
+                if known
+                    || self
+                        .runs
+                        .values()
+                        .any(|r| r.sandbox_id == name.0 && r.id == name.1)
+                {
                     continue;
                 }
                 if let Some(leaf) = place.find_run(&name.1) {

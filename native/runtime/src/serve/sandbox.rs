@@ -104,10 +104,9 @@ pub fn init_key(id: &str) -> String {
 
 impl Server {
     pub(super) fn sandbox_index(&self, id: &str) -> Result<u64, LaunchError> {
-        self.sandbox_ids
-            .get(id)
-            .copied()
-            .ok_or_else(|| LaunchError::new(Code::NotFound, format!("no sandbox {id}")).with("id", id))
+        self.sandbox_ids.get(id).copied().ok_or_else(|| {
+            LaunchError::new(Code::NotFound, format!("no sandbox {id}")).with("id", id)
+        })
     }
 
     /// The place of a sandbox that can be entered.
@@ -318,7 +317,12 @@ impl Server {
         };
         s.phase = Phase::Stopping;
         s.exit.reason = reason.into();
-        info!("sandbox.stop", id = s.record.id, reason = reason, runs = live.len());
+        info!(
+            "sandbox.stop",
+            id = s.record.id,
+            reason = reason,
+            runs = live.len()
+        );
         if grace_ms == 0 || live.is_empty() {
             return self.kill_sandbox(index);
         }
@@ -379,7 +383,12 @@ impl Server {
             s.released = true;
             return self.finish_if_quiet(index);
         };
-        warning!("sandbox.release", id = s.record.id, tries = s.tries, error = err);
+        warning!(
+            "sandbox.release",
+            id = s.record.id,
+            tries = s.tries,
+            error = err
+        );
         if s.tries < RELEASE_TRIES {
             return self.kill_sandbox(index);
         }
@@ -495,8 +504,9 @@ impl Server {
             return;
         };
         let clients = self.clients.iter();
-        let subscribed: Vec<(u64, Id)> =
-            clients.filter_map(|(c, v)| Some((*c, v.subscribed?))).collect();
+        let subscribed: Vec<(u64, Id)> = clients
+            .filter_map(|(c, v)| Some((*c, v.subscribed?)))
+            .collect();
         for (client, id) in subscribed {
             let event = Reply::Ended {
                 id,

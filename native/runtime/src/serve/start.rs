@@ -107,7 +107,10 @@ impl Server {
         };
         let here = self.sandboxes.get(&sandbox).map_or(0, |s| s.runs.len());
         if here >= MAX_RUNS {
-            return Err(limit("too many runs in this sandbox; forget some", MAX_RUNS as u64));
+            return Err(limit(
+                "too many runs in this sandbox; forget some",
+                MAX_RUNS as u64,
+            ));
         }
         let own = (self.runs.len() as u64 + 1) * FDS_PER_RUN
             + self.sandboxes.len() as u64
@@ -302,7 +305,11 @@ impl Server {
         self.remove_run(index);
         for reader in readers {
             self.unfollow(reader.client, index);
-            self.answer(reader.client, reader.request, Err::<Nothing, _>(err.clone()));
+            self.answer(
+                reader.client,
+                reader.request,
+                Err::<Nothing, _>(err.clone()),
+            );
         }
     }
 
@@ -362,7 +369,11 @@ fn launch_in_worker(
     let before = leaf.usage().unwrap_or_default();
     meta.base_oom = before.oom_kills;
     meta.base_pids = before.pids_max_events;
-    let fds = [stdio.stdin.as_fd(), stdio.stdout.as_fd(), stdio.stderr.as_fd()];
+    let fds = [
+        stdio.stdin.as_fd(),
+        stdio.stdout.as_fd(),
+        stdio.stderr.as_fd(),
+    ];
     let entered = match place.enter(plan, fds, &*leaf, init) {
         Ok(entered) => entered,
         Err(err) => {
@@ -448,7 +459,10 @@ fn make_stdin(data: &[u8]) -> io::Result<(OwnedFd, Option<Feed>)> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("stdin", flags)?;
     write_all(&file, data)?;
-    rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW)?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW,
+    )?;
     rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0))?;
     Ok((read, Some(Feed { pipe: write, file })))
 }

@@ -137,7 +137,10 @@ impl Server {
 
     /// Whether the pipe is empty for good.
     pub(super) fn output_over(&self, index: u64, s: usize) -> io::Result<bool> {
-        let pipe = self.runs.get(&index).and_then(|r| r.streams[s].pipe.as_ref());
+        let pipe = self
+            .runs
+            .get(&index)
+            .and_then(|r| r.streams[s].pipe.as_ref());
         let Some(pipe) = pipe else { return Ok(false) };
         Ok(no_writers(pipe.as_fd())? && rustix::io::ioctl_fionread(pipe)? == 0)
     }
@@ -172,10 +175,17 @@ impl Server {
     /// Something still holds the pipe of an ended run: it must not fill, and it must not break.
     fn drain_leftover(&mut self, index: u64, s: usize) {
         let Some(null) = dev_null() else { return };
-        let Some(pipe) = self.runs.get(&index).and_then(|r| r.streams[s].pipe.as_ref()) else {
+        let Some(pipe) = self
+            .runs
+            .get(&index)
+            .and_then(|r| r.streams[s].pipe.as_ref())
+        else {
             return;
         };
-        if matches!(splice_between(pipe.as_fd(), null.as_fd(), SPLICE_BYTES), Ok(0)) {
+        if matches!(
+            splice_between(pipe.as_fd(), null.as_fd(), SPLICE_BYTES),
+            Ok(0)
+        ) {
             self.close_pipe(index, s);
         }
     }
@@ -318,8 +328,10 @@ enum Next {
 impl Run {
     /// Whether a follower is so far behind that the pipe is to fill.
     fn lags(&self, s: usize) -> bool {
-        self.hold || self.slowest(s)
-            .is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
+        self.hold
+            || self
+                .slowest(s)
+                .is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
     }
 
     fn slowest(&self, s: usize) -> Option<u64> {
@@ -402,11 +414,7 @@ impl Run {
         let (head, tail) = (self.meta.head_bytes, self.meta.tail_bytes);
         let head_len = head.min(stream.total);
         let tail_at = stream.tail_start(head, tail);
-        let read = |from: u64, len: u64| {
-            stream
-                .read(s, &self.meta, from, len)
-                .unwrap_or_default()
-        };
+        let read = |from: u64, len: u64| stream.read(s, &self.meta, from, len).unwrap_or_default();
         proto::StreamResult {
             total: stream.total,
             head: read(0, head_len).into(),
@@ -438,12 +446,18 @@ impl Stream {
         let inline = meta.outcome.as_ref().and_then(|o| o.inline[s].as_ref());
         if let Some(data) = inline {
             let end = usize::try_from(from + len).ok()?;
-            return data.get(usize::try_from(from).ok()?..end).map(<[u8]>::to_vec);
+            return data
+                .get(usize::try_from(from).ok()?..end)
+                .map(<[u8]>::to_vec);
         }
         if len == 0 {
             return Some(Vec::new());
         }
-        read_at(self.segment.as_ref()?.as_fd(), from, usize::try_from(len).ok()?)
+        read_at(
+            self.segment.as_ref()?.as_fd(),
+            from,
+            usize::try_from(len).ok()?,
+        )
     }
 }
 
