@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -81,40 +83,43 @@ async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:
     if (keeper := living_keeper(place.run_dir)) is not None:
         return keeper
     binary = binary or find_binary()
-    # It forks itself away and leaves this session; what it has to say before that comes back here.
-    process = await asyncio.create_subprocess_exec(
-        str(binary),
-        "keeper",
-        *("--run-dir", str(place.run_dir)),
-        *("--state-dir", str(place.state_dir)),
-        *("--cgroup", place.cgroup),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    said = await _until_started(process, place)
+    code, said = await asyncio.to_thread(_start, binary, place)
     if (keeper := await _appears(place.run_dir)) is not None:
         return keeper
     log = _tail(place.run_dir / "runtime.log")
-    code = process.returncode
     raise LaunchFailed(
         f"{binary} keeper did not start in {place.run_dir} (exit code {code}): {said or log or 'it said nothing'}",
         detail={"step": "keeper", "exit_code": code, "log": log},
     )
 
 
-async def _until_started(process: asyncio.subprocess.Process, place: Place) -> str:
-    try:
-        async with asyncio.timeout(START_DEADLINE_S):
-            said, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise LaunchFailed(
-            f"the keeper in {place.run_dir} did not get ready within {START_DEADLINE_S:g} s", detail={"step": "keeper"}
-        ) from None
-    return said[-SAID_MAX_BYTES:].decode(errors="replace").strip()
+def _start(binary: Path, place: Place) -> tuple[int, str]:
+    """Run it until it has forked itself away; its exit code and what it said until then.
+
+    By `subprocess` in a thread, and into a file: a daemon that is started through an event loop may inherit the other
+    end of its own pipe (uvloop leaves it open over exec), and then there is never an end of file.
+    """
+    options = ("--run-dir", place.run_dir, "--state-dir", place.state_dir, "--cgroup", place.cgroup)
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(
+                [binary, "keeper", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                timeout=START_DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchFailed(
+                f"the keeper in {place.run_dir} did not get ready within {START_DEADLINE_S:g} s",
+                detail={"step": "keeper"},
+            ) from None
+        except OSError as error:
+            raise LaunchFailed(f"{binary} cannot be executed: {error}", detail={"step": "keeper"}) from error
+        said.seek(0)
+        return done.returncode, said.read(SAID_MAX_BYTES).decode(errors="replace").strip()
 
 
 async def _appears(run_dir: Path) -> Keeper | None:
