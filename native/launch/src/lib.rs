@@ -1,1 +1,33 @@
 //! Putting a container together, and entering one.
+//!
+//! The pieces a runtime prepares (cgroups, layers, the writable part, a network namespace) have a
+//! module each and know nothing of one another; [`launcher::Launcher`] joins them in a process of
+//! its own. [`assembly`] is the usual order of doing all of it, with everything undone on failure.
+
+pub mod assembly;
+mod backing;
+pub mod cgroup;
+pub mod check;
+pub mod config;
+mod create;
+mod enter;
+pub mod failpoint;
+mod filter;
+mod hierarchy;
+mod init;
+pub mod launcher;
+pub mod layers;
+mod mounting;
+pub mod netns;
+pub mod plan;
+pub mod probe;
+mod run_cgroup;
+mod server;
+pub mod switch;
+mod syscalls;
+pub mod upper;
+mod users;
+mod wire;
+
+pub use config::Config;
+pub use plan::{Code, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};

@@ -1,2 +1,129 @@
 //! The native daemon of a node: keeper, runtime, launcher and the init of a container.
-fn main() {}
+
+mod args;
+mod backend;
+mod fail;
+mod keeper;
+mod kproto;
+mod log;
+#[cfg(feature = "plain")]
+mod plain;
+mod proto;
+#[cfg(not(feature = "plain"))]
+mod real;
+mod record;
+mod serve;
+mod store;
+mod util;
+
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+
+use args::{Options, USAGE};
+use backend::Backend;
+
+fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let role = args.first().and_then(|a| a.to_str()).unwrap_or("");
+    let rest = args.get(1..).unwrap_or_default();
+    let result = match role {
+        "keeper" => keeper(rest),
+        "serve" => serve(rest),
+        "launcher" => {
+            let rest: Vec<String> = rest
+                .iter()
+                .map(|a| a.to_string_lossy().into_owned())
+                .collect();
+            dsec_launch::launcher::main(&rest)
+        }
+        "idle-user-namespace" => dsec_launch::probe::idle_user_namespace(),
+        "failpoints" => {
+            for name in dsec_launch::failpoint::NAMES.iter().chain(fail::NAMES) {
+                println!("{name}");
+            }
+            Ok(())
+        }
+        "version" | "--version" => {
+            println!("dsec-runtime {}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
+        _ => {
+            eprint!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("dsec-runtime {role}: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn options(args: &[OsString]) -> io::Result<Options> {
+    Options::parse(args).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))
+}
+
+fn keeper(args: &[OsString]) -> io::Result<()> {
+    let options = options(args)?;
+    std::fs::create_dir_all(&options.run_dir)?;
+    if options.foreground {
+        log::init("keeper", options.log_path());
+        return keeper::run(options);
+    }
+    background(&options)
+}
+
+/// Starts the keeper as a daemon: a fresh process in a session of its own, whose parent ends. Returns
+/// once clients can connect.
+fn background(options: &Options) -> io::Result<()> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["keeper", "--foreground"])
+        .args(options.to_args())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .current_dir("/")
+        .process_group(0)
+        .spawn()?;
+    let mut said = String::new();
+    if let Some(mut out) = child.stdout.take() {
+        let mut line = [0u8; 64];
+        let n = out.read(&mut line)?;
+        said.push_str(&String::from_utf8_lossy(&line[..n]));
+    }
+    if said.trim() == "ready" {
+        return Ok(());
+    }
+    let mut why = String::new();
+    if let Some(err) = child.stderr.take() {
+        let _ = err.take(4096).read_to_string(&mut why);
+    }
+    let _ = child.wait();
+    io::stderr().write_all(why.as_bytes())?;
+    Err(io::Error::other("the keeper did not start"))
+}
+
+fn serve(args: &[OsString]) -> io::Result<()> {
+    let options = options(args)?;
+    log::init("runtime", options.log_path());
+    let result = serve::run(options);
+    if let Err(e) = &result {
+        warning!("runtime.failed", error = e);
+    }
+    result
+}
+
+#[cfg(not(feature = "plain"))]
+fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
+    Ok(Arc::new(real::Real::open(options).map_err(io::Error::other)?))
+}
+
+#[cfg(feature = "plain")]
+fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
+    Ok(Arc::new(plain::Plain::open(options)?))
+}

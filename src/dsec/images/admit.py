@@ -24,6 +24,7 @@ PATH_MAX_BYTES: Final = limits.PATH_MAX_BYTES
 # EROFS keeps a file's attributes in 16-bit units behind its inode.
 XATTRS_MAX_BYTES: Final = 64 * limits.KIB
 ID_MAX: Final = 65_535  # what a sandbox's user namespace maps; a higher owner could not be shown inside
+MTIME_MAX_S: Final = 2**34  # as far as ext4 goes, so that a copy-up keeps it
 REPORTED_MAX: Final = 20
 WHITEOUT: Final = b".wh."
 OPAQUE: Final = b".wh..wh..opq"
@@ -60,6 +61,7 @@ class Admission:
         if not name and entry.type != DIRECTORY:
             raise TarError("the root of the archive is not a directory")
         self._owner(entry)
+        entry.mtime_ns = min(max(entry.mtime_ns, -MTIME_MAX_S * 10**9), MTIME_MAX_S * 10**9)
         self._xattrs(entry)
         if entry.type == HARDLINK:
             self._hardlink(entry)

@@ -27,6 +27,7 @@ Progress = Callable[[str], None]
 COMPRESSION: Final = ("-zlz4", "-C65536")
 NIL_UUID: Final = "00000000-0000-0000-0000-000000000000"
 TIMEOUT_S: Final = 3_600.0
+DISK_SLACK_BYTES: Final = 1 << 20
 WATCH_EVERY_S: Final = 0.2
 REFUSED_MAX_CHARS: Final = 500
 
@@ -109,12 +110,20 @@ def _verdict(last: Message, status: int, said: str, what: str, staging: Path) ->
     if last.refused:
         raise InvalidSpec(f"{what} cannot be a layer: {last.refused[:REFUSED_MAX_CHARS]}", detail={"field": "source"})
     reason = last.failed or said.strip().rpartition("\n")[2] or f"the worker ended with status {status}"
-    raise failure(f"making a layer of {what}", reason, staging)
+    raise failure(f"making a layer of {what}", reason, staging, written_bytes=last.content_bytes)
 
 
-def failure(doing: str, reason: str, staging: Path) -> DsecError:
-    """The error for a tool that failed: a full disk has a name of its own."""
+def failure(doing: str, reason: str, staging: Path, *, written_bytes: int = 0) -> DsecError:
+    """The error for a tool that failed: a full disk has a name of its own.
+
+    mkfs.erofs does not tell it apart, and its scratch file is gone once it has ended: so the disk was full if what it
+    had been given by then does not fit.
+    """
     room = os.statvfs(staging)
-    if os.strerror(errno.ENOSPC) in reason or room.f_bavail * room.f_frsize < 1 << 20:
-        return NodeDiskFull(f"{doing}: the disk under {staging.parent} is full: {reason}")
+    free = room.f_bavail * room.f_frsize
+    if os.strerror(errno.ENOSPC) in reason or free < written_bytes + DISK_SLACK_BYTES:
+        return NodeDiskFull(
+            f"{doing}: the disk under {staging.parent} is full ({free} bytes are free, {written_bytes} were to be "
+            f"written): {reason}"
+        )
     return Unavailable(f"{doing} failed: {reason}", retry="never")

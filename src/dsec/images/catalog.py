@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
@@ -17,6 +19,7 @@ Role = Literal["base", "workspace", "toolkit"]
 
 VERSION: Final = 1
 BUSY_TIMEOUT_S: Final = 30.0
+REMEMBERED_MAX: Final = 10_000
 
 _SCHEMA: Final = """
 CREATE TABLE layers (
@@ -53,10 +56,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """Each call opens its own connection, so any thread may call."""
+    """Any thread may call: each has a connection of its own, kept, since a node resolves names for every sandbox."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._local = threading.local()
         with self._open() as db:
             self._migrate(db)
 
@@ -82,17 +86,16 @@ class Catalog:
     def find(self, ref: Ref) -> Row | None:
         """The layer a reference means now."""
         with self._open() as db:
-            digest = ref.label
-            if ref.kind != "digest":
-                found = db.execute(
-                    "SELECT digest FROM names WHERE name = ? AND kind = ? AND label = ?",
-                    (ref.name, ref.kind, ref.label),
-                ).fetchone()
-                if found is None:
-                    return None
-                digest = found[0]
-            rows = self._rows(db, "WHERE digest = ?", digest)
-            return rows[0] if rows else None
+            # Both numbers stand still as long as nobody, here or elsewhere, writes: then the answer is the last one.
+            state = (db.execute("PRAGMA data_version").fetchone()[0], db.total_changes)
+            if self._local.seen[0] != state:
+                self._local.seen = (state, {})
+            answers: dict[Ref, Row | None] = self._local.seen[1]
+            if ref not in answers:
+                if len(answers) >= REMEMBERED_MAX:
+                    answers.clear()
+                answers[ref] = self._find(db, ref)
+            return answers[ref]
 
     def all(self) -> list[Row]:
         """Every layer, oldest first."""
@@ -109,6 +112,18 @@ class Catalog:
         with self._open() as db:
             db.execute("DELETE FROM layers WHERE digest = ?", (digest,))
 
+    def _find(self, db: sqlite3.Connection, ref: Ref) -> Row | None:
+        digest = ref.label
+        if ref.kind != "digest":
+            key = (ref.name, ref.kind, ref.label)
+            query = "SELECT digest FROM names WHERE name = ? AND kind = ? AND label = ?"
+            found = db.execute(query, key).fetchone()
+            if found is None:
+                return None
+            digest = found[0]
+        rows = self._rows(db, "WHERE digest = ?", digest)
+        return rows[0] if rows else None
+
     @staticmethod
     def _name(db: sqlite3.Connection, ref: Ref, digest: str) -> None:
         key = (ref.kind, ref.name, ref.label)
@@ -124,7 +139,9 @@ class Catalog:
     @staticmethod
     def _rows(db: sqlite3.Connection, where: str, *values: str) -> list[Row]:
         names: dict[str, list[str]] = {}
-        for kind, name, label, digest in db.execute("SELECT * FROM names ORDER BY name, kind, label"):
+        of = "WHERE digest = ?" if values else ""
+        query = f"SELECT kind, name, label, digest FROM names {of} ORDER BY name, kind, label"
+        for kind, name, label, digest in db.execute(query, values):
             names.setdefault(digest, []).append(str(Ref(kind, name, label)))
         return [
             Row(
@@ -141,13 +158,18 @@ class Catalog:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        try:
+        mine = getattr(self._local, "connection", None)
+        if mine is None or mine[0] != os.getpid():  # a connection must not cross a fork
+            db = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA synchronous = FULL")
-            yield db
+            mine = self._local.connection = (os.getpid(), db)
+            self._local.seen = (None, {})
+        try:
+            yield mine[1]
         finally:
-            db.close()  # rolls back what was not committed
+            if mine[1].in_transaction:  # it was not committed
+                mine[1].execute("ROLLBACK")
 
     @staticmethod
     def _migrate(db: sqlite3.Connection) -> None:

@@ -84,7 +84,10 @@ class LayerStore:
         if row is None:
             raise NotFound(f"no layer {parsed} on this node", detail={"field": field, "ref": str(parsed)})
         path = self._path(row.digest)
-        size = path.stat().st_size if path.is_file() else -1
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            size = -1
         if size != row.size:
             raise CorruptLayer(
                 f"layer {row.digest}: {path} has {size} bytes, not {row.size}; remove the layer and import it again",

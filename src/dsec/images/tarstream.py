@@ -307,6 +307,8 @@ def _pax(body: bytes) -> dict[bytes, bytes]:
     while position < len(body):
         space = body.find(b" ", position, position + 12)
         length = _decimal(body[position:space]) if space > 0 else 0
+        if position + length <= space or space < 0:  # it would be read for ever
+            raise TarError("a damaged pax header")
         record = body[space + 1 : position + length]
         key, found, value = record[:-1].partition(b"=")
         if not found or record[-1:] != b"\n" or position + length > len(body):
@@ -341,6 +343,8 @@ def _checked(segments: list[tuple[int, int]], entry: Entry, stored: int) -> list
 def _needed_pax(entry: Entry) -> dict[bytes, bytes]:
     pax = {_XATTR + key: value for key, value in entry.xattrs.items()}
     seconds, nanoseconds = divmod(entry.mtime_ns, 10**9)
+    if seconds < 0:  # a fraction would count backwards in a decimal number, forwards in mkfs.erofs
+        nanoseconds = 0
     if nanoseconds or not 0 <= seconds < 8**11:
         # Nine digits always: mkfs.erofs reads the digits after the point as a whole number of nanoseconds.
         pax[b"mtime"] = b"%d.%09d" % (seconds, nanoseconds)

@@ -28,7 +28,7 @@ from typing import BinaryIO, Final, cast
 import msgspec
 
 from dsec.images import tarstream
-from dsec.images.admit import Admission, Report
+from dsec.images.admit import Admission
 from dsec.images.orders import IMAGE_NAME, NOBODY, Message, Order
 from dsec.images.tarstream import Reader, TarError, Writer
 from dsec.images.walk import Item, walk
@@ -45,12 +45,14 @@ def main() -> None:
     """Reads the order, makes the image in the current directory, says how it went."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     _limit(order.image_max_bytes)
+    admission = Admission(whiteouts=order.whiteouts, content_max_bytes=order.image_max_bytes)
     try:
-        message = Message(report=_make(order))
+        _make(order, admission)
+        message = Message(report=admission.report())
     except (TarError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         message = Message(refused=str(error))
     except MkfsError as error:
-        message = Message(failed=str(error))
+        message = Message(failed=str(error), content_bytes=admission.report().content_bytes)
     except OSError as error:
         message = Message(failed=f"{error.strerror or error}: {error.filename or 'the stream'}")
     _say(message)
@@ -67,8 +69,7 @@ def _limit(image_max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _make(order: Order) -> Report:
-    admission = Admission(whiteouts=order.whiteouts, content_max_bytes=order.image_max_bytes)
+def _make(order: Order, admission: Admission) -> None:
     with _mkfs(order) as process:
         assert process.stdin is not None
         try:
@@ -82,7 +83,6 @@ def _make(order: Order) -> Report:
             process.kill()
             raise
         _check(process)
-    return admission.report()
 
 
 def _mkfs(order: Order) -> subprocess.Popen[bytes]:

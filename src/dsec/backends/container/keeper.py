@@ -96,8 +96,8 @@ async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:
 def _start(binary: Path, place: Place) -> tuple[int, str]:
     """Run it until it has forked itself away; its exit code and what it said until then.
 
-    By `subprocess` in a thread, and into a file: a daemon that is started through an event loop may inherit the other
-    end of its own pipe (uvloop leaves it open over exec), and then there is never an end of file.
+    Into a file, not a pipe: the keeper keeps its standard error for as long as it lives, so the end of a pipe would
+    never come. By `subprocess` in a thread, which closes every other descriptor of the agent in the child.
     """
     options = ("--run-dir", place.run_dir, "--state-dir", place.state_dir, "--cgroup", place.cgroup)
     with tempfile.TemporaryFile() as said:

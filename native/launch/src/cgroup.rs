@@ -1,0 +1,438 @@
+//! The cgroups of sandboxes and runs, on v2 with controllers and on v1 beside a bare v2.
+//!
+//! ```text
+//! v2  CG/ID/{payload/{init,run-RUN},aux}   limits on CG/ID, processes in leaves only
+//! v1  memory: CG/ID[/run-RUN]   cpu, pids: CG/ID
+//! ```
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::hierarchy::{
+    children, delegate, detect, flag, key, kill_tree, make, number, oom_kills, read, remove_tree,
+    write, Hierarchies,
+};
+use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
+pub use crate::run_cgroup::{RunCgroup, RunUsage};
+
+const CPU_PERIOD_US: u64 = 100_000;
+/// v1 counts shares, of which a weight of 100 is this many.
+const SHARES_AT_100: u64 = 1024;
+/// Longest interval between two attempts to remove a group whose processes are dying.
+const RETRY_MAX: Duration = Duration::from_millis(20);
+
+pub(crate) const PAYLOAD: &str = "payload";
+pub(crate) const INIT: &str = "payload/init";
+
+/// A v1 hierarchy we use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct V1 {
+    controller: &'static str,
+    base: PathBuf,
+}
+
+#[derive(Debug)]
+struct Inner {
+    mode: CgroupMode,
+    v2: PathBuf,
+    v1: Vec<V1>,
+}
+
+/// The hierarchies of this machine and our directory in each. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Cgroups(Arc<Inner>);
+
+/// Limits of one sandbox, as cgroups know them. 0 = none.
+#[derive(Debug, Clone, Default)]
+pub struct Limits {
+    pub memory_bytes: u64,
+    pub swap_bytes: u64,
+    pub cpu_milli: u64,
+    pub cpu_weight: u32,
+    pub pids_max: u64,
+}
+
+impl From<&SandboxPlan> for Limits {
+    fn from(plan: &SandboxPlan) -> Self {
+        Self {
+            memory_bytes: plan.memory_bytes,
+            swap_bytes: plan.swap_bytes,
+            cpu_milli: plan.cpu_milli,
+            cpu_weight: plan.cpu_weight,
+            pids_max: plan.pids_max,
+        }
+    }
+}
+
+impl Cgroups {
+    /// Finds the hierarchies, makes `CG` in each, enables controllers.
+    pub fn open(name: &str) -> Result<Self> {
+        let bad = |part: &str| part.is_empty() || part == "." || part == "..";
+        if name.split('/').any(bad) {
+            return Err(LaunchError::field(
+                "cgroup",
+                format!("bad cgroup name {name:?}"),
+            ));
+        }
+        let Hierarchies { mode, v2, v1 } = detect()?;
+        if mode == CgroupMode::V2 {
+            let mut at = v2.clone();
+            for part in name.split('/') {
+                delegate(&at, "+memory +cpu +pids")?;
+                at.push(part);
+                make(&at).step("cgroup.mkdir")?;
+            }
+            delegate(&at, "+memory +cpu +pids")?;
+        }
+        let base = v2.join(name);
+        fs::create_dir_all(&base).step("cgroup.mkdir")?;
+        let mut below = Vec::new();
+        for (controller, point) in v1 {
+            let base = point.join(name);
+            fs::create_dir_all(&base).step("cgroup.mkdir")?;
+            below.push(V1 { controller, base });
+        }
+        Ok(Self(Arc::new(Inner {
+            mode,
+            v2: base,
+            v1: below,
+        })))
+    }
+
+    pub fn mode(&self) -> CgroupMode {
+        self.0.mode.clone()
+    }
+
+    /// `CG` in v2, then in the v1 hierarchies; the first of these is memory.
+    pub(crate) fn bases(&self) -> (&Path, Vec<&Path>) {
+        let v1 = self.0.v1.iter().map(|h| h.base.as_path()).collect();
+        (&self.0.v2, v1)
+    }
+
+    fn sandbox(&self, id: &str) -> SandboxCgroup {
+        SandboxCgroup {
+            inner: Arc::clone(&self.0),
+            id: id.to_owned(),
+        }
+    }
+
+    /// Makes the tree of a sandbox with its limits; `exists` if there is one. Undone on failure.
+    pub fn create(&self, id: &str, limits: &Limits) -> Result<SandboxCgroup> {
+        let sandbox = self.sandbox(id);
+        match fs::create_dir(sandbox.v2("")) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(LaunchError::new(
+                    Code::Exists,
+                    format!("cgroup of {id} exists"),
+                ))
+            }
+            other => other.step("cgroup.mkdir")?,
+        }
+        if let Err(error) = sandbox.build(limits) {
+            // The error that brought us here matters more than one on the way out.
+            let _ = sandbox.remove(Duration::from_secs(1));
+            return Err(error);
+        }
+        Ok(sandbox)
+    }
+
+    /// The tree of a sandbox that exists already (after a restart); `not_found` otherwise.
+    pub fn find(&self, id: &str) -> Result<SandboxCgroup> {
+        let sandbox = self.sandbox(id);
+        if sandbox.v2("").is_dir() {
+            Ok(sandbox)
+        } else {
+            Err(LaunchError::new(
+                Code::NotFound,
+                format!("no cgroup of {id}"),
+            ))
+        }
+    }
+
+    /// A handle that may point to nothing: to remove leftovers in some of the hierarchies.
+    pub fn leftover(&self, id: &str) -> SandboxCgroup {
+        self.sandbox(id)
+    }
+
+    /// Ids of all sandboxes that have a directory in any hierarchy.
+    pub fn list(&self) -> Result<Vec<String>> {
+        let mut ids = children(&self.0.v2).step("cgroup.list")?;
+        for hierarchy in &self.0.v1 {
+            ids.extend(children(&hierarchy.base).step("cgroup.list")?);
+        }
+        ids.sort();
+        ids.dedup();
+        Ok(ids)
+    }
+
+    /// Removes `CG` itself where it is empty; for tests and for a node that ends for good.
+    pub fn remove_base(&self) {
+        // Somebody else's groups may be below: leaving the directory is right then.
+        let _ = fs::remove_dir(&self.0.v2);
+        for hierarchy in &self.0.v1 {
+            let _ = fs::remove_dir(&hierarchy.base);
+        }
+    }
+}
+
+/// `CG/ID` in each hierarchy. A value, not an owner: dropping it removes nothing.
+#[derive(Debug, Clone)]
+pub struct SandboxCgroup {
+    inner: Arc<Inner>,
+    id: String,
+}
+
+impl SandboxCgroup {
+    pub(crate) fn v2(&self, below: &str) -> PathBuf {
+        let base = self.inner.v2.join(&self.id);
+        if below.is_empty() {
+            base
+        } else {
+            base.join(below)
+        }
+    }
+
+    fn v1(&self, controller: &str) -> Option<PathBuf> {
+        let found = self.inner.v1.iter().find(|h| h.controller == controller);
+        found.map(|h| h.base.join(&self.id))
+    }
+
+    /// Where a controller's files of the sandbox are.
+    pub(crate) fn home(&self, controller: &str) -> PathBuf {
+        self.v1(controller).unwrap_or_else(|| self.v2(""))
+    }
+
+    pub fn sandbox_id(&self) -> &str {
+        &self.id
+    }
+
+    fn build(&self, limits: &Limits) -> Result<()> {
+        for hierarchy in &self.inner.v1 {
+            make(&hierarchy.base.join(&self.id)).step("cgroup.mkdir")?;
+        }
+        if self.inner.mode == CgroupMode::V2 {
+            // Memory down to the runs, so that an OOM kill names its run.
+            delegate(&self.v2(""), "+memory")?;
+        }
+        make(&self.v2(PAYLOAD)).step("cgroup.mkdir")?;
+        if self.inner.mode == CgroupMode::V2 {
+            delegate(&self.v2(PAYLOAD), "+memory")?;
+        }
+        make(&self.v2(INIT)).step("cgroup.mkdir")?;
+        match self.inner.mode {
+            CgroupMode::V2 => self.limit_v2(limits),
+            CgroupMode::Hybrid => self.limit_v1(limits),
+        }
+    }
+
+    fn limit_v2(&self, limits: &Limits) -> Result<()> {
+        let at = self.v2("");
+        let set = |file: &str, value: String| write(&at.join(file), &value).step(file);
+        if limits.memory_bytes > 0 {
+            set("memory.max", limits.memory_bytes.to_string())?;
+            if at.join("memory.swap.max").exists() {
+                set("memory.swap.max", limits.swap_bytes.to_string())?;
+            }
+        }
+        if limits.cpu_milli > 0 {
+            let quota = limits.cpu_milli * CPU_PERIOD_US / 1000;
+            set("cpu.max", format!("{quota} {CPU_PERIOD_US}"))?;
+        }
+        if !matches!(limits.cpu_weight, 0 | 100) {
+            set("cpu.weight", limits.cpu_weight.to_string())?;
+        }
+        if limits.pids_max > 0 {
+            set("pids.max", limits.pids_max.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn limit_v1(&self, limits: &Limits) -> Result<()> {
+        let set = |controller: &str, file: &str, value: u64| {
+            write(&self.home(controller).join(file), &value.to_string()).step(file)
+        };
+        if limits.memory_bytes > 0 {
+            set("memory", "memory.limit_in_bytes", limits.memory_bytes)?;
+            let both = "memory.memsw.limit_in_bytes";
+            if self.home("memory").join(both).exists() {
+                set("memory", both, limits.memory_bytes + limits.swap_bytes)?;
+            }
+        }
+        if limits.cpu_milli > 0 {
+            set("cpu", "cpu.cfs_period_us", CPU_PERIOD_US)?;
+            let quota = limits.cpu_milli * CPU_PERIOD_US / 1000;
+            set("cpu", "cpu.cfs_quota_us", quota)?;
+        }
+        if !matches!(limits.cpu_weight, 0 | 100) {
+            let shares = u64::from(limits.cpu_weight) * SHARES_AT_100 / 100;
+            set("cpu", "cpu.shares", shares.max(2))?;
+        }
+        if limits.pids_max > 0 {
+            set("pids", "pids.max", limits.pids_max)?;
+        }
+        Ok(())
+    }
+
+    /// The v2 inode number: what BPF helpers see.
+    pub fn id(&self) -> Result<u64> {
+        Ok(fs::metadata(self.v2("")).step("cgroup.stat")?.ino())
+    }
+
+    fn run_at(&self, below: String, memory: Option<PathBuf>) -> RunCgroup {
+        RunCgroup {
+            sandbox: self.clone(),
+            leaf: below,
+            memory,
+        }
+    }
+
+    fn run_memory(&self, run: &str) -> PathBuf {
+        match self.v1("memory") {
+            Some(at) => at.join(format!("run-{run}")),
+            None => self.v2(&format!("{PAYLOAD}/run-{run}")),
+        }
+    }
+
+    /// Makes `payload/run-RUN` (and with `memory` a memory child); idempotent. With v2 controllers
+    /// every run has one.
+    pub fn create_run(&self, run: &str, memory: bool) -> Result<RunCgroup> {
+        let leaf = format!("{PAYLOAD}/run-{run}");
+        make(&self.v2(&leaf)).step("cgroup.run")?;
+        let own = memory || self.inner.mode == CgroupMode::V2;
+        let at = own.then(|| self.run_memory(run));
+        if let Some(at) = &at {
+            make(at).step("cgroup.run")?;
+        }
+        Ok(self.run_at(leaf, at))
+    }
+
+    pub fn find_run(&self, run: &str) -> Result<RunCgroup> {
+        let leaf = format!("{PAYLOAD}/run-{run}");
+        if !self.v2(&leaf).is_dir() {
+            return Err(LaunchError::new(
+                Code::NotFound,
+                format!("no cgroup of run {run}"),
+            ));
+        }
+        let at = Some(self.run_memory(run)).filter(|at| at.is_dir());
+        Ok(self.run_at(leaf, at))
+    }
+
+    /// Runs that have a cgroup.
+    pub fn runs(&self) -> Result<Vec<String>> {
+        let all = children(&self.v2(PAYLOAD)).step("cgroup.list")?;
+        let runs = all.iter().filter_map(|name| name.strip_prefix("run-"));
+        Ok(runs.map(str::to_owned).collect())
+    }
+
+    /// Makes `aux` (the file helper's place, never frozen with the payload); idempotent.
+    pub fn create_aux(&self) -> Result<RunCgroup> {
+        make(&self.v2("aux")).step("cgroup.aux")?;
+        Ok(self.run_at("aux".to_owned(), None))
+    }
+
+    /// SIGKILL to everything in the sandbox, frozen or not, aux included. Returns without waiting.
+    pub fn kill(&self) -> Result<()> {
+        kill_tree(&self.v2(""))
+    }
+
+    /// Freezes the payload; waits at most `deadline`.
+    pub fn freeze(&self, deadline: Duration) -> Result<()> {
+        let at = self.v2(PAYLOAD);
+        write(&at.join("cgroup.freeze"), "1").step("cgroup.freeze")?;
+        let end = Instant::now() + deadline;
+        while flag(&at, "frozen").step("cgroup.events")? != Some(1) {
+            if Instant::now() >= end {
+                // A reader that waits for a chunk cannot be frozen until it is answered.
+                self.thaw()?;
+                return Err(LaunchError::new(Code::Deadline, "freeze took too long"));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    pub fn thaw(&self) -> Result<()> {
+        write(&self.v2(PAYLOAD).join("cgroup.freeze"), "0").step("cgroup.thaw")
+    }
+
+    pub fn populated(&self) -> Result<bool> {
+        Ok(flag(&self.v2(""), "populated").step("cgroup.events")? == Some(1))
+    }
+
+    /// `cgroup.events`; EPOLLPRI when populated or frozen changes.
+    pub fn events(&self) -> Result<OwnedFd> {
+        let file = File::open(self.v2("").join("cgroup.events")).step("cgroup.events")?;
+        Ok(file.into())
+    }
+
+    /// Everything but the disk's part.
+    pub fn usage(&self) -> Result<Usage> {
+        let cpu = read(&self.v2("").join("cpu.stat")).step("cpu.stat")?;
+        let (memory, pids) = (self.home("memory"), self.home("pids"));
+        let mut usage = Usage {
+            cpu_us: key(&cpu, "usage_usec"),
+            user_us: key(&cpu, "user_usec"),
+            system_us: key(&cpu, "system_usec"),
+            pids: number(&pids.join("pids.current")),
+            pids_max_events: self.pids_max_events(),
+            oom_kills: oom_kills(&memory),
+            ..Usage::default()
+        };
+        if self.inner.mode == CgroupMode::V2 {
+            usage.memory_bytes = number(&memory.join("memory.current"));
+            usage.memory_peak_bytes = number(&memory.join("memory.peak"));
+            usage.swap_bytes = number(&memory.join("memory.swap.current"));
+        } else {
+            usage.memory_bytes = number(&memory.join("memory.usage_in_bytes"));
+            usage.memory_peak_bytes = number(&memory.join("memory.max_usage_in_bytes"));
+            let both = number(&memory.join("memory.memsw.usage_in_bytes"));
+            usage.swap_bytes = both.saturating_sub(usage.memory_bytes);
+            // v1 counts a kill in the victim's own group only.
+            for run in children(&memory).unwrap_or_default() {
+                usage.oom_kills += oom_kills(&memory.join(run));
+            }
+        }
+        Ok(usage)
+    }
+
+    pub(crate) fn pids_max_events(&self) -> u64 {
+        key(
+            &read(&self.home("pids").join("pids.events")).unwrap_or_default(),
+            "max",
+        )
+    }
+
+    /// Removes the whole tree, waiting at most `deadline` for dying processes; idempotent.
+    pub fn remove(&self, deadline: Duration) -> Result<()> {
+        let end = Instant::now() + deadline;
+        let mut wait = Duration::from_micros(200);
+        loop {
+            let mut all: Vec<_> = self
+                .inner
+                .v1
+                .iter()
+                .map(|h| h.base.join(&self.id))
+                .collect();
+            all.push(self.v2(""));
+            let mut busy = None;
+            for at in all {
+                if let Err(error) = remove_tree(&at) {
+                    busy = Some(error);
+                }
+            }
+            let Some(error) = busy else { return Ok(()) };
+            if Instant::now() >= end {
+                return Err(LaunchError::step("cgroup.remove", &error));
+            }
+            thread::sleep(wait);
+            wait = (wait * 2).min(RETRY_MAX);
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The launcher's side of making a container: everything that needs the initial user namespace.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use dsec_sys::cred;
+use dsec_sys::mount::{self, NODEV, NOEXEC, NOSUID, RDONLY};
+use dsec_sys::process::{self, CloneSpec, Cloned};
+use rustix::fs::{fchmod, mkdirat, mknodat, openat, symlinkat, FileType, Mode, OFlags};
+use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
+
+use crate::failpoint;
+use crate::init;
+use crate::layers::layer_path;
+use crate::mounting::{self, Making, Value};
+use crate::plan::{Code, LaunchError, Result, SandboxPlan, Step};
+use crate::server::Server;
+use crate::switch;
+use crate::wire::{self, Reply};
+
+/// Ids of a sandbox.
+pub const IDS: u32 = 65_536;
+/// /dev with the files of the plan; nobody needs more than nodes and links there.
+const DEV_BYTES: &str = "4m";
+const DEV_INODES: &str = "4096";
+const DEVICES: [(&str, u32, u32); 6] = [
+    ("null", 1, 3),
+    ("zero", 1, 5),
+    ("full", 1, 7),
+    ("random", 1, 8),
+    ("urandom", 1, 9),
+    ("tty", 5, 0),
+];
+const LINKS: [(&str, &str); 5] = [
+    ("fd", "/proc/self/fd"),
+    ("stdin", "/proc/self/fd/0"),
+    ("stdout", "/proc/self/fd/1"),
+    ("stderr", "/proc/self/fd/2"),
+    ("ptmx", "pts/ptmx"),
+];
+
+/// Makes the container. The pidfd has been sent to the client before anything else can fail.
+pub(crate) fn create(
+    server: &Server,
+    plan: &SandboxPlan,
+    upper: &str,
+    uid_base: u32,
+    netns: BorrowedFd<'_>,
+) -> Result<()> {
+    let (lowers, upper) = copies(server, plan, upper)?;
+    failpoint::at("create.layers")?;
+    process::setns(netns, process::NEW_NET).step("create.setns_net")?;
+    let born = sysfs().and_then(|sys| Ok((sys, give_birth(server, plan)?)));
+    process::setns(server.own_net.as_fd(), process::NEW_NET).step("create.setns_back")?;
+    let (sys, (pid, channel)) = born?;
+    failpoint::at("create.cloned")?;
+    let user_ns = map_ids(pid, uid_base)?;
+    failpoint::at("create.mapped")?;
+    for copy in lowers.iter().chain([&upper]) {
+        mount::idmap(copy.as_fd(), user_ns.as_fd()).step("create.idmap")?;
+    }
+    failpoint::at("create.idmapped")?;
+    cred::set_fs_ids(uid_base, uid_base).step("create.fs_ids")?;
+    let made = dev(plan).and_then(|dev| Ok((dev, overlay(&lowers, &upper)?)));
+    cred::set_fs_ids(0, 0).step("create.fs_ids_back")?;
+    let (dev, root) = made?;
+    failpoint::at("create.overlay")?;
+    let fds = [root.as_fd(), dev.as_fd(), sys.as_fd()];
+    wire::send(channel.as_fd(), &(), &fds).step("create.send")?;
+    failpoint::at("create.sent")?;
+    drop((root, dev, sys));
+    match wire::receive::<init::Answer>(channel.as_fd()).step("create.answer")? {
+        Some((init::Answer::Ready, _)) => failpoint::at("create.ready"),
+        Some((init::Answer::Failed(error), _)) => Err(error),
+        None => Err(LaunchError::new(Code::Launch, "the init died").with("step", "init")),
+    }
+}
+
+/// Detached copies of the layers and the upper. Their sources must be in the caller's mount
+/// namespace; this is the only time the launcher is in the pinned one.
+fn copies(server: &Server, plan: &SandboxPlan, upper: &str) -> Result<(Vec<OwnedFd>, OwnedFd)> {
+    process::setns(server.pinned.as_fd(), process::NEW_NS).step("create.setns_pinned")?;
+    let take = |path: &str, what: &str| match mounting::copy(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(LaunchError::new(Code::NotFound, format!("{what} is not there")).with("what", what))
+        }
+        other => other.step("create.open_tree"),
+    };
+    let layer = |digest: &String| {
+        // Unmounted, there is at most an empty directory of the namespace's own tmpfs.
+        let copy = take(&layer_path(digest), digest)?;
+        let kind = rustix::fs::fstatfs(&copy).step("create.layer")?;
+        if kind.f_type != EROFS_MAGIC {
+            let text = format!("layer {digest} is not mounted");
+            return Err(LaunchError::new(Code::NotFound, text).with("what", digest.as_str()));
+        }
+        Ok(copy)
+    };
+    let lowers: Result<Vec<OwnedFd>> = plan.layers.iter().map(layer).collect();
+    let both = lowers.and_then(|lowers| Ok((lowers, take(upper, "the upper")?)));
+    process::setns(server.own_mnt.as_fd(), process::NEW_NS).step("create.setns_back")?;
+    both
+}
+
+const EROFS_MAGIC: i64 = 0xe0f5_e1e2;
+
+/// sysfs shows the network namespace of the thread that makes it.
+fn sysfs() -> Result<OwnedFd> {
+    let made = mounting::make(
+        "create.sysfs",
+        c"sysfs",
+        &[],
+        RDONLY | NOSUID | NODEV | NOEXEC,
+    )?;
+    failpoint::at("create.sysfs")?;
+    Ok(made)
+}
+
+/// Clones the init into its cgroup, all namespaces new, and tells the client at once.
+fn give_birth(server: &Server, plan: &SandboxPlan) -> Result<(i32, OwnedFd)> {
+    let kind = SocketType::SEQPACKET;
+    let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
+    let (ours, theirs) = pair.step("create.socketpair")?;
+    let (cgroup, tasks) = server.cgroups.open_sandbox(&plan.id)?;
+    let spec = CloneSpec {
+        namespaces: process::NEW_USER
+            | process::NEW_PID
+            | process::NEW_NS
+            | process::NEW_UTS
+            | process::NEW_IPC,
+        sibling: true,
+        cgroup: Some(cgroup.as_fd()),
+    };
+    match process::clone(&server.alone, &spec).step("create.clone")? {
+        Cloned::Child => {
+            drop(ours);
+            init::main(plan, &server.hidden, &theirs, &tasks)
+        }
+        Cloned::Parent { pid, pidfd } => {
+            let told = wire::send(
+                server.control.as_fd(),
+                &Reply::Cloned { pid },
+                &[pidfd.as_fd()],
+            );
+            told.step("create.tell")?;
+            Ok((pid, ours))
+        }
+    }
+}
+
+/// The host's root writes the maps, so setgroups stays allowed inside. Returns the namespace.
+fn map_ids(pid: i32, uid_base: u32) -> Result<File> {
+    let map = format!("0 {uid_base} {IDS}\n");
+    for file in ["uid_map", "gid_map"] {
+        let opened = fs::OpenOptions::new()
+            .write(true)
+            .open(format!("/proc/{pid}/{file}"));
+        let mut opened = opened.step("create.map")?;
+        opened.write_all(map.as_bytes()).step("create.map")?;
+    }
+    File::open(format!("/proc/{pid}/ns/user")).step("create.user_ns")
+}
+
+/// A tmpfs with `dev` (real device nodes, which only the initial user namespace can make) and `files`
+/// (those of the plan, by number); all owned by the sandbox's root, as the file system ids are its.
+fn dev(plan: &SandboxPlan) -> Result<OwnedFd> {
+    let step = "create.dev";
+    let options = [
+        ("size", Value::Text(DEV_BYTES)),
+        ("nr_inodes", Value::Text(DEV_INODES)),
+        ("mode", Value::Text("0755")),
+    ];
+    let root = mounting::make(step, c"tmpfs", &options, NOSUID | NOEXEC)?;
+    let mode = Mode::from_raw_mode;
+    for directory in ["dev", "files", "empty", "dev/pts", "dev/shm", "dev/mqueue"] {
+        mkdirat(&root, directory, mode(0o755)).step(step)?;
+    }
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let at = openat(&root, "dev", flags, Mode::empty()).step(step)?;
+    for (name, major, minor) in DEVICES {
+        let device = rustix::fs::makedev(major, minor);
+        // The launcher's umask is 0.
+        mknodat(&at, name, FileType::CharacterDevice, mode(0o666), device).step(step)?;
+    }
+    for (name, target) in LINKS {
+        symlinkat(target, &at, name).step(step)?;
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    for (number, content) in plan.files.values().enumerate() {
+        let file = openat(&root, format!("files/{number}"), flags, mode(0o644)).step(step)?;
+        fchmod(&file, mode(0o644)).step(step)?;
+        File::from(file).write_all(content).step(step)?;
+    }
+    failpoint::at("create.dev")?;
+    Ok(root)
+}
+
+/// The root. Made here and not by the child: made in its own user namespace it would ignore
+/// `trusted.overlay.opaque`, and deleted files would come back.
+fn overlay(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
+    if !switch::off(switch::OVERLAY_FD) {
+        if let Some(made) = overlay_by_fd(lowers, upper)? {
+            return Ok(made);
+        }
+    }
+    overlay_by_path(lowers, upper)
+}
+
+fn common(making: &Making<'_>) {
+    // What is not there before 5.10 costs a sync of the upper's file system when the overlay goes.
+    let _ = making.try_set("volatile", Value::Flag);
+}
+
+/// `None` where overlayfs takes no descriptors (before 6.13).
+pub(crate) fn overlay_by_fd(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Option<OwnedFd>> {
+    let making = Making::start("create.overlay", c"overlay")?;
+    for (index, lower) in lowers.iter().rev().enumerate() {
+        let set = making.try_set("lowerdir+", Value::Fd(lower.as_fd()));
+        if index == 0 && set.is_err() {
+            return Ok(None);
+        }
+        set.step("create.overlay.lower")?;
+    }
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    for (key, name) in [("upperdir", "upper"), ("workdir", "work")] {
+        let directory = openat(upper, name, flags, Mode::empty()).step("create.overlay.upper")?;
+        making.set(key, Value::Fd(directory.as_fd()))?;
+    }
+    common(&making);
+    making.finish(NODEV).map(Some)
+}
+
+/// The mounts attached for a moment in the launcher's own mount namespace.
+struct Attached(Vec<String>);
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            if let Ok(path) = mounting::cstring(path.as_str()) {
+                // Nothing else can be done; the launcher's next clone would copy one mount more.
+                let _ = mount::detach(&path);
+            }
+        }
+    }
+}
+
+pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
+    let step = "create.overlay.path";
+    let mut attached = Attached(Vec::new());
+    let mut put = |mounted: &OwnedFd, at: String| -> Result<String> {
+        match rustix::fs::mkdir(&at, Mode::from_raw_mode(0o755)) {
+            Err(rustix::io::Errno::EXIST) => {}
+            other => other.step(step)?,
+        }
+        mounting::attach_at(mounted.as_fd(), &at).step(step)?;
+        attached.0.push(at.clone());
+        Ok(at)
+    };
+    let mut paths = Vec::new();
+    for (index, lower) in lowers.iter().rev().enumerate() {
+        paths.push(put(lower, format!("/s/{index}"))?);
+    }
+    let upper = put(upper, "/s/u".to_owned())?;
+    let making = Making::start("create.overlay", c"overlay")?;
+    let mut each = !switch::off(switch::OVERLAY_EACH);
+    for (index, path) in paths.iter().enumerate() {
+        if !each {
+            break;
+        }
+        match making.try_set("lowerdir+", Value::Text(path)) {
+            // Before 6.5 there is only the list, of at most 255 bytes.
+            Err(_) if index == 0 => each = false,
+            other => other.step(step)?,
+        }
+    }
+    if !each {
+        making.set("lowerdir", Value::Text(&paths.join(":")))?;
+    }
+    making.set("upperdir", Value::Text(&format!("{upper}/upper")))?;
+    making.set("workdir", Value::Text(&format!("{upper}/work")))?;
+    common(&making);
+    making.finish(NODEV)
+}
+
+/// Numbers of descriptors a child keeps.
+pub(crate) fn raw(fds: &[OwnedFd]) -> Vec<i32> {
+    fds.iter().map(AsRawFd::as_raw_fd).collect()
+}

@@ -1,0 +1,267 @@
+//! Entering a sandbox from outside: the launcher clones, the child joins and becomes the program.
+
+use std::ffi::CString;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use dsec_sys::process::{self, CloneSpec, Cloned};
+use dsec_sys::{cred, seccomp};
+
+use crate::check;
+use crate::failpoint;
+use crate::filter::Program;
+use crate::init;
+use crate::mounting::cstring;
+use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step};
+use crate::server::Server;
+use crate::users::{self, User};
+
+/// Where programs are looked for when the environment has no PATH.
+const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// Exit code of a child whose program never ran; its status descriptor says why.
+const FAILED: i32 = 127;
+/// Longest program name made of PATH and argv[0].
+const PROGRAM_MAX: usize = 4096;
+
+/// The descriptors of a request, in order.
+#[derive(Debug)]
+pub(crate) struct EnterFds {
+    pub init: OwnedFd,
+    pub stdio: [OwnedFd; 3],
+    pub status: OwnedFd,
+}
+
+impl EnterFds {
+    pub(crate) fn of(fds: Vec<OwnedFd>) -> Option<Self> {
+        let [init, stdin, stdout, stderr, status]: [OwnedFd; 5] = fds.try_into().ok()?;
+        Some(Self {
+            init,
+            stdio: [stdin, stdout, stderr],
+            status,
+        })
+    }
+}
+
+/// What the child needs, all of it made before the clone.
+pub(crate) struct Entry<'a> {
+    pub plan: &'a RunPlan,
+    pub policy: &'a RunPolicy,
+    pub filter: &'a Program,
+    pub fds: EnterFds,
+    pub tasks: Vec<OwnedFd>,
+    pub raised: bool,
+}
+
+/// Clones the run and returns at once: the child may be frozen from its first instant.
+pub(crate) fn enter(
+    server: &Server,
+    entry: &Entry<'_>,
+    cgroup: BorrowedFd<'_>,
+) -> Result<(i32, OwnedFd)> {
+    // The next child is born in the sandbox's pid namespace; we stay where we are.
+    let gone = |error: std::io::Error| match error.raw_os_error() {
+        Some(libc::ESRCH) => LaunchError::new(Code::Gone, "the sandbox has ended"),
+        _ => LaunchError::step("enter.setns_pid", &error),
+    };
+    process::setns(entry.fds.init.as_fd(), process::NEW_PID).map_err(gone)?;
+    let spec = CloneSpec {
+        namespaces: 0,
+        sibling: true,
+        cgroup: Some(cgroup),
+    };
+    let cloned = process::clone(&server.alone, &spec);
+    if let Ok(Cloned::Child) = cloned {
+        child(entry)
+    }
+    process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
+    let gone = |error: std::io::Error| match error.raw_os_error() {
+        // The pid namespace's init is dying: no process can be born there.
+        Some(libc::ENOMEM) => LaunchError::new(Code::Gone, "the sandbox has ended"),
+        _ => LaunchError::step("enter.clone", &error),
+    };
+    match cloned.map_err(gone)? {
+        Cloned::Parent { pid, pidfd } => {
+            failpoint::at("enter.cloned")?;
+            Ok((pid, pidfd))
+        }
+        Cloned::Child => child(entry),
+    }
+}
+
+fn child(entry: &Entry<'_>) -> ! {
+    let Err(error) = become_program(entry);
+    // The reader sees the error, or nothing if even this fails: then the exit code is all there is.
+    if let Ok(bytes) = rmp_serde::to_vec_named(&error) {
+        let _ = rustix::io::write(&entry.fds.status, &bytes);
+    }
+    process::exit(FAILED)
+}
+
+enum Never {}
+
+fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> {
+    let (plan, policy) = (entry.plan, entry.policy);
+    join(entry)?;
+    failpoint::at("enter.joined")?;
+    let all = process::NEW_USER
+        | process::NEW_NS
+        | process::NEW_UTS
+        | process::NEW_IPC
+        | process::NEW_NET
+        | process::NEW_CGROUP;
+    process::setns(entry.fds.init.as_fd(), all).step("enter.setns")?;
+    cred::set_groups(&[]).step("enter.groups")?;
+    cred::set_ids(0, 0).step("enter.ids")?;
+    failpoint::at("enter.entered")?;
+    let user = users::resolve(&plan.user)?;
+    limit(plan, policy)?;
+    let bounding = check::capabilities(policy.caps.as_deref())?;
+    cred::bound_caps(bounding).step("enter.bound")?;
+    if policy.no_new_privs {
+        cred::no_new_privs().step("enter.no_new_privs")?;
+    }
+    let (argv, env) = (strings(plan)?, environment(plan, &user)?);
+    cred::set_groups(&user.groups).step("enter.groups")?;
+    // The filter needs a capability after the change of ids.
+    cred::keep_permitted().step("enter.keep_caps")?;
+    cred::set_ids(user.uid, user.gid).step("enter.ids")?;
+    let permitted = if user.uid == 0 { bounding } else { 0 };
+    let for_filter = permitted | 1 << cred::CAP_SYS_ADMIN;
+    // The working directory as the user sees it: without capabilities for anybody but root.
+    cred::set_caps(for_filter, permitted).step("enter.caps")?;
+    change_directory(plan)?;
+    cred::set_caps(for_filter, for_filter).step("enter.caps")?;
+    process::reset_signals();
+    failpoint::at("enter.confined")?;
+    seccomp::install(entry.filter).step("enter.seccomp")?;
+    cred::set_caps(permitted, permitted).step("enter.caps")?;
+    Err(exec(plan, &argv, &env))
+}
+
+/// Descriptors and groups: the last that is done with anything of the host's in hand.
+fn join(entry: &Entry<'_>) -> Result<()> {
+    init::join(&entry.tasks)?;
+    if entry.raised {
+        init::write_proc("/proc/self/oom_score_adj", "0").step("enter.oom")?;
+    }
+    for (number, fd) in entry.fds.stdio.iter().enumerate() {
+        process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
+    }
+    let keep = [
+        0,
+        1,
+        2,
+        entry.fds.init.as_raw_fd(),
+        entry.fds.status.as_raw_fd(),
+    ];
+    process::close_all_but(&keep).step("enter.close")?;
+    rustix::process::setsid().step("enter.setsid").map(drop)
+}
+
+fn limit(plan: &RunPlan, policy: &RunPolicy) -> Result<()> {
+    let (_, hard) = process::get_limit(process::LIMIT_NOFILE).step("enter.nofile")?;
+    process::set_limit(process::LIMIT_NOFILE, policy.nofile.min(hard)).step("enter.nofile")?;
+    process::set_limit(process::LIMIT_CORE, 0).step("enter.core")?;
+    if !policy.cpus.is_empty() {
+        process::set_affinity(&policy.cpus).step("enter.affinity")?;
+    }
+    if plan.nice != 0 {
+        process::set_nice(plan.nice).step("enter.nice")?;
+    }
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    Ok(())
+}
+
+fn change_directory(plan: &RunPlan) -> Result<()> {
+    rustix::process::chdir(plan.cwd.as_slice()).map_err(|errno| {
+        let cwd = String::from_utf8_lossy(&plan.cwd).into_owned();
+        LaunchError::new(Code::NoCwd, format!("cannot enter {cwd:?}: {errno}"))
+            .with("cwd", cwd)
+            .with("errno", i64::from(errno.raw_os_error()))
+    })
+}
+
+fn strings(plan: &RunPlan) -> Result<Vec<CString>> {
+    let all = plan
+        .argv
+        .iter()
+        .map(|argument| cstring(argument.as_slice()));
+    all.collect::<std::io::Result<_>>().step("enter.argv")
+}
+
+fn environment(plan: &RunPlan, user: &User) -> Result<Vec<CString>> {
+    let mut all = Vec::with_capacity(plan.env.len() + 2);
+    for (key, value) in &plan.env {
+        let mut entry = key.to_vec();
+        entry.push(b'=');
+        entry.extend_from_slice(value);
+        all.push(entry);
+    }
+    let missing = |name: &[u8]| !plan.env.keys().any(|key| key.as_slice() == name);
+    if missing(b"HOME") {
+        all.push([b"HOME=", user.home.as_bytes()].concat());
+    }
+    if let (true, Some(name)) = (missing(b"USER"), &user.name) {
+        all.push([b"USER=", name.as_bytes()].concat());
+    }
+    let all: std::io::Result<_> = all.into_iter().map(cstring).collect();
+    all.step("enter.env")
+}
+
+/// Returns only why nothing could be started.
+fn exec(plan: &RunPlan, argv: &[CString], env: &[CString]) -> LaunchError {
+    let name = plan.argv[0].as_slice();
+    if name.contains(&b'/') {
+        return explain(plan, &process::exec(&argv[0], argv, env));
+    }
+    let wanted = plan.env.iter().find(|(key, _)| key.as_slice() == b"PATH");
+    let path = wanted.map_or(DEFAULT_PATH, |(_, value)| value.as_slice());
+    let mut worst = std::io::Error::from_raw_os_error(libc::ENOENT);
+    for directory in path.split(|byte| *byte == b':') {
+        // An empty part means the working directory.
+        let directory = if directory.is_empty() {
+            b".".as_slice()
+        } else {
+            directory
+        };
+        let program = [directory, b"/", name].concat();
+        if program.len() > PROGRAM_MAX {
+            continue;
+        }
+        let Ok(program) = cstring(program) else {
+            continue;
+        };
+        let error = process::exec(&program, argv, env);
+        match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ENOTDIR) => {}
+            // Not ours to run here, but maybe in the next directory.
+            Some(libc::EACCES) => worst = error,
+            _ => return explain(plan, &error),
+        }
+    }
+    explain(plan, &worst)
+}
+
+fn explain(plan: &RunPlan, error: &std::io::Error) -> LaunchError {
+    let program = String::from_utf8_lossy(&plan.argv[0]).into_owned();
+    let errno = error.raw_os_error().unwrap_or(0);
+    let code = match errno {
+        libc::ENOENT
+        | libc::ENOTDIR
+        | libc::EACCES
+        | libc::ENOEXEC
+        | libc::ELOOP
+        | libc::ENAMETOOLONG
+        | libc::EISDIR => Code::NoProgram,
+        libc::E2BIG => Code::TooLong,
+        _ => return LaunchError::step("exec", error).with("program", program),
+    };
+    let mut said = LaunchError::new(code, format!("cannot run {program:?}: {error}"))
+        .with("program", program)
+        .with("errno", i64::from(errno));
+    if code == Code::TooLong {
+        // A quarter of the stack, the kernel's rule.
+        let stack = process::get_limit(process::LIMIT_STACK).map_or(0, |(soft, _)| soft / 4);
+        said = said.with("limit", i64::try_from(stack).unwrap_or(i64::MAX));
+    }
+    said
+}

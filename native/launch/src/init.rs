@@ -1,0 +1,378 @@
+//! The child that becomes PID 1 of a sandbox. A fork of the launcher and never exec'ed: its memory
+//! belongs to the initial user namespace, so root inside can neither trace nor read it.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use dsec_sys::mount::{self, NODEV, NOEXEC, NOSUID, RDONLY};
+use dsec_sys::{cred, process, seccomp};
+use rustix::fs::{mkdirat, openat2, unlinkat, AtFlags, FileType, Mode, OFlags, ResolveFlags, CWD};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use crate::failpoint;
+use crate::filter;
+use crate::mounting::{self, attach, attach_at, Value};
+use crate::plan::{LaunchError, Result, SandboxPlan, Step};
+use crate::wire;
+
+/// Hidden: what tells about the host or reaches into it.
+const MASKED: [&str; 17] = [
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/key-users",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/kpagecgroup",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+    "/sys/kernel/debug",
+];
+const READ_ONLY: [&str; 5] = [
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+];
+/// Group `tty` of every distribution.
+const TTY_GROUP: &str = "5";
+const INIT_NOFILE: u64 = 16;
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Ready,
+    Failed(LaunchError),
+}
+
+/// Joins the v1 groups: "0" is whoever writes, and `tasks` rather than `cgroup.procs` because a
+/// thread that moves itself needs no lock over all processes of the machine.
+pub(crate) fn join(tasks: &[OwnedFd]) -> Result<()> {
+    for file in tasks {
+        rustix::io::write(file, b"0").step("join")?;
+    }
+    Ok(())
+}
+
+/// What of this there is on this kernel, looked up once: each look into a new /proc or /sys costs
+/// some microseconds, found or not.
+#[derive(Debug)]
+pub(crate) struct Hidden {
+    masked: Vec<&'static str>,
+    read_only: Vec<&'static str>,
+}
+
+impl Hidden {
+    pub(crate) fn find() -> Self {
+        let there = |path: &&'static str| std::fs::symlink_metadata(path).is_ok();
+        Self {
+            masked: MASKED.into_iter().filter(there).collect(),
+            read_only: READ_ONLY.into_iter().filter(there).collect(),
+        }
+    }
+}
+
+/// Never returns: sets up, answers, reaps.
+pub(crate) fn main(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[OwnedFd]) -> ! {
+    let done = set_up(plan, hidden, channel, tasks);
+    let answer = match done {
+        Ok(()) => Answer::Ready,
+        Err(error) => Answer::Failed(error),
+    };
+    let failed = matches!(answer, Answer::Failed(_));
+    if wire::send(channel.as_fd(), &answer, &[]).is_err() || failed {
+        process::exit(1);
+    }
+    // The last steps, of which nothing can be said any more. The filter refuses what freeing memory may
+    // need, so nothing is dropped after it.
+    let filter = std::mem::ManuallyDrop::new(filter::for_init());
+    if process::close_all_but(&[]).is_err() || seccomp::install(&filter).is_err() {
+        process::exit(1);
+    }
+    process::reap_forever()
+}
+
+fn set_up(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[OwnedFd]) -> Result<()> {
+    join(tasks)?;
+    let mut keep = crate::create::raw(tasks);
+    keep.push(channel.as_raw_fd());
+    process::close_all_but(&keep).step("init.close")?;
+    process::block_signals();
+    process::set_name(c"init").step("init.name")?;
+    rustix::process::setsid().step("init.setsid")?;
+    let message = wire::receive::<()>(channel.as_fd()).step("init.receive")?;
+    let Some((_, fds)) = message else {
+        process::exit(1) // the launcher died
+    };
+    let [root, dev, sys]: [OwnedFd; 3] = fds
+        .try_into()
+        .map_err(|_| LaunchError::step("init.fds", &Errno::BADMSG.into()))?;
+    failpoint::at("init.received")?;
+    cred::set_groups(&[]).step("init.groups")?;
+    cred::set_ids(0, 0).step("init.ids")?;
+    let staged = Staged::new(plan, &dev)?;
+    failpoint::at("init.staged")?;
+    enter_root(&root)?;
+    failpoint::at("init.pivoted")?;
+    attach_system(&staged, &sys)?;
+    attach_plan(plan, &staged)?;
+    failpoint::at("init.mounted")?;
+    hide(hidden, &staged)?;
+    failpoint::at("init.masked")?;
+    confine(plan)?;
+    failpoint::at("init.confined")
+}
+
+/// Mounts that wait for their place. Made before the root changes: a new /proc is refused where no
+/// other one is fully visible, and the pieces of /dev's tmpfs can only be copied while it is attached.
+struct Staged {
+    proc: OwnedFd,
+    dev: OwnedFd,
+    pts: OwnedFd,
+    shm: OwnedFd,
+    mqueue: OwnedFd,
+    tmpfs: Vec<OwnedFd>,
+    files: Vec<OwnedFd>,
+    null: OwnedFd,
+    empty: OwnedFd,
+}
+
+impl Staged {
+    fn new(plan: &SandboxPlan, dev: &OwnedFd) -> Result<Self> {
+        attach_at(dev.as_fd(), "/stage").step("init.stage")?;
+        let copy = |path: &str| mounting::copy(path).step("init.copy");
+        let numbers = 0..plan.files.len();
+        let empty = copy("/stage/empty")?;
+        mount::restrict(empty.as_fd(), RDONLY).step("init.empty")?;
+        let safe = NOSUID | NODEV | NOEXEC;
+        let ptys = plan.pty_max.to_string();
+        let pts = [
+            ("newinstance", Value::Flag),
+            ("ptmxmode", Value::Text("0666")),
+            ("mode", Value::Text("0620")),
+            ("gid", Value::Text(TTY_GROUP)),
+            ("max", Value::Text(&ptys)),
+        ];
+        let tmpfs = plan.tmpfs.iter();
+        Ok(Self {
+            proc: mounting::make("init.proc", c"proc", &[], safe)?,
+            dev: copy("/stage/dev")?,
+            pts: mounting::make("init.devpts", c"devpts", &pts, NOSUID | NOEXEC)?,
+            shm: tmpfs_of(plan.shm_bytes, 0o1777, safe)?,
+            mqueue: mounting::make("init.mqueue", c"mqueue", &[], safe)?,
+            tmpfs: tmpfs
+                .map(|t| tmpfs_of(t.bytes, t.mode, NOSUID | NODEV))
+                .collect::<Result<_>>()?,
+            files: numbers
+                .map(|n| copy(&format!("/stage/files/{n}")))
+                .collect::<Result<_>>()?,
+            null: copy("/stage/dev/null")?,
+            empty,
+        })
+    }
+}
+
+fn tmpfs_of(bytes: u64, mode: u32, attributes: u64) -> Result<OwnedFd> {
+    let (bytes, mode) = (bytes.to_string(), format!("{mode:o}"));
+    let options = [("size", Value::Text(&bytes)), ("mode", Value::Text(&mode))];
+    mounting::make("init.tmpfs", c"tmpfs", &options, attributes)
+}
+
+/// From here on every path is the sandbox's, and so are we.
+fn enter_root(root: &OwnedFd) -> Result<()> {
+    attach_at(root.as_fd(), "/root").step("init.root")?;
+    rustix::process::chdir("/root").step("init.chdir")?;
+    mount::pivot_here().step("init.pivot")?;
+    mount::detach(c".").step("init.detach")?;
+    rustix::process::chdir("/").step("init.chdir")
+}
+
+const NO_LINKS: ResolveFlags = ResolveFlags::NO_SYMLINKS.union(ResolveFlags::IN_ROOT);
+
+/// A directory to mount on, made if missing. No symlink on the way: an image that has one where the
+/// system's directories belong is refused, as what it wants cannot be known.
+fn directory(path: &str) -> Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let open = || openat2(CWD, path, flags, Mode::empty(), NO_LINKS);
+    let found = match open() {
+        Err(Errno::NOENT) => {
+            make_directories(path)?;
+            open()
+        }
+        other => other,
+    };
+    let named = |error: LaunchError| error.with("path", path);
+    found.step("init.target").map_err(named)
+}
+
+fn make_directories(path: &str) -> Result<()> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut at = openat2(CWD, "/", flags, Mode::empty(), NO_LINKS).step("init.mkdir")?;
+    for part in path.split('/').filter(|part| !part.is_empty()) {
+        match mkdirat(&at, part, Mode::from_raw_mode(0o755)) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error).step("init.mkdir"),
+        }
+        at = openat2(&at, part, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
+            .step("init.mkdir")
+            .map_err(|error| error.with("path", path))?;
+    }
+    Ok(())
+}
+
+fn attach_system(staged: &Staged, sys: &OwnedFd) -> Result<()> {
+    let places = [
+        ("/proc", &staged.proc),
+        ("/sys", sys),
+        ("/dev", &staged.dev),
+        ("/dev/pts", &staged.pts),
+        ("/dev/shm", &staged.shm),
+        ("/dev/mqueue", &staged.mqueue),
+    ];
+    for (path, mounted) in places {
+        let at = directory(path)?;
+        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+    }
+    Ok(())
+}
+
+fn attach_plan(plan: &SandboxPlan, staged: &Staged) -> Result<()> {
+    for (spec, mounted) in plan.tmpfs.iter().zip(&staged.tmpfs) {
+        let at = directory(&spec.path)?;
+        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+    }
+    for (path, mounted) in plan.files.keys().zip(&staged.files) {
+        let at = file_target(path).map_err(|error| error.with("path", path.as_str()))?;
+        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+    }
+    Ok(())
+}
+
+/// A file to mount on. Links in its directory are followed, inside; a link at its own place (the usual
+/// one is resolv.conf -> ../run/systemd/...) gives way to an empty file.
+fn file_target(path: &str) -> Result<OwnedFd> {
+    let step = "init.file";
+    let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
+    let parent = if parent.is_empty() { "/" } else { parent };
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let open = || openat2(CWD, parent, flags, Mode::empty(), resolve);
+    let parent_fd = match open() {
+        Err(Errno::NOENT) => {
+            make_directories(parent)?;
+            open().step(step)?
+        }
+        other => other.step(step)?,
+    };
+    let plain = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let look = || {
+        openat2(
+            &parent_fd,
+            name,
+            plain,
+            Mode::empty(),
+            ResolveFlags::empty(),
+        )
+    };
+    match look() {
+        Ok(found) if !is_link(&found)? => return Ok(found),
+        Ok(_) => unlinkat(&parent_fd, name, AtFlags::empty()).step(step)?,
+        Err(Errno::NOENT) => {}
+        Err(error) => return Err(error).step(step),
+    }
+    let new = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mode = Mode::from_raw_mode(0o644);
+    openat2(&parent_fd, name, new, mode, ResolveFlags::empty()).step(step)?;
+    look().step(step)
+}
+
+fn is_link(fd: &OwnedFd) -> Result<bool> {
+    let stat = rustix::fs::fstat(fd).step("init.stat")?;
+    Ok(FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
+}
+
+fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {
+    for path in &hidden.masked {
+        let Some((at, is_directory)) = present(path)? else {
+            continue;
+        };
+        let cover = if is_directory {
+            &staged.empty
+        } else {
+            &staged.null
+        };
+        let copy = mounting::copy_fd(cover.as_fd());
+        // Copying a detached mount works since 6.15 only; /dev/null and the first one are attached.
+        let copy = match copy {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => again(is_directory)?,
+            other => other.step("init.mask")?,
+        };
+        attach(copy.as_fd(), at.as_fd()).step("init.mask")?;
+    }
+    for path in &hidden.read_only {
+        let Some((at, _)) = present(path)? else {
+            continue;
+        };
+        let copy = mounting::copy_fd(at.as_fd()).step("init.read_only")?;
+        mount::restrict(copy.as_fd(), RDONLY).step("init.read_only")?;
+        attach(copy.as_fd(), at.as_fd()).step("init.read_only")?;
+    }
+    Ok(())
+}
+
+/// What covers a masked path, from what is attached already.
+fn again(is_directory: bool) -> Result<OwnedFd> {
+    if !is_directory {
+        return mounting::copy("/dev/null").step("init.mask");
+    }
+    let options = [("size", Value::Text("4k")), ("nr_inodes", Value::Text("1"))];
+    mounting::make(
+        "init.mask",
+        c"tmpfs",
+        &options,
+        RDONLY | NOSUID | NODEV | NOEXEC,
+    )
+}
+
+fn present(path: &str) -> Result<Option<(OwnedFd, bool)>> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match openat2(CWD, path, flags, Mode::empty(), NO_LINKS) {
+        Ok(fd) => {
+            let stat = rustix::fs::fstat(&fd).step("init.stat")?;
+            let is_directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+            Ok(Some((fd, is_directory)))
+        }
+        Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(error).step("init.mask"),
+    }
+}
+
+/// What an init does needs no privilege at all.
+fn confine(plan: &SandboxPlan) -> Result<()> {
+    rustix::system::sethostname(plan.hostname.as_bytes()).step("init.hostname")?;
+    process::unshare(process::NEW_CGROUP).step("init.cgroup_ns")?;
+    process::set_limit(process::LIMIT_NOFILE, INIT_NOFILE).step("init.nofile")?;
+    process::set_limit(process::LIMIT_CORE, 0).step("init.core")?;
+    cred::bound_caps(0).step("init.bound")?;
+    cred::no_new_privs().step("init.no_new_privs")?;
+    cred::set_caps(0, 0).step("init.caps")?;
+    process::trim_heap();
+    Ok(())
+}
+
+/// Writes a value to a small file of /proc.
+pub(crate) fn write_proc(path: &str, value: &str) -> io::Result<()> {
+    File::options()
+        .write(true)
+        .open(path)?
+        .write_all(value.as_bytes())
+}

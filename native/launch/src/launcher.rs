@@ -1,0 +1,347 @@
+//! The runtime's handle on a launcher, a tiny process that clones inits and runs.
+
+use std::fs;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use dsec_sys::process;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
+use rustix::pipe::{pipe_with, PipeFlags};
+
+use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup, INIT};
+use crate::check;
+use crate::config::Config;
+use crate::create::IDS;
+use crate::layers::Pinned;
+use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
+use crate::upper::Upper;
+use crate::wire::{self, Reply, Request};
+
+/// A launcher that is not ready by then is broken; it takes about 2 ms.
+const START_DEADLINE: Duration = Duration::from_secs(10);
+/// Entering waits for nothing but the clone.
+const ENTER_DEADLINE: Duration = Duration::from_secs(10);
+/// A killed init that cannot be reaped by then is stuck in the kernel; the caller's next step, removing
+/// the cgroup, says so.
+const REAP_DEADLINE_MS: i32 = 5_000;
+const STATUS_MAX: usize = 4096;
+
+/// One launcher process. Requests are served one after the other: for parallel creates hold several,
+/// and keep one for `enter` alone. It ends when the handle is dropped or its owner dies. When it
+/// dies or misses a deadline it is killed and started again with the next request.
+#[derive(Debug)]
+pub struct Launcher {
+    config: Config,
+    process: Mutex<Option<Process>>,
+}
+
+/// What the runtime made beforehand.
+#[derive(Debug)]
+pub struct Prepared<'a> {
+    pub upper: &'a Upper,
+    /// First of the 65,536 ids of the sandbox; a multiple of 65,536, never 0.
+    pub uid_base: u32,
+    pub netns: BorrowedFd<'a>,
+    pub cgroup: &'a SandboxCgroup,
+}
+
+/// The init is a child of the caller's process: wait for it by the pidfd. It is already set up.
+#[derive(Debug)]
+pub struct Created {
+    pub init_pid: i32,
+    pub init_pidfd: OwnedFd,
+}
+
+/// The sandbox that is entered.
+#[derive(Debug)]
+pub struct Target<'a> {
+    pub init_pidfd: BorrowedFd<'a>,
+    pub policy: &'a RunPolicy,
+}
+
+/// A child of the caller's process. `status`: end of file = the program was exec'ed; otherwise a
+/// msgpack `LaunchError` (see [`read_status`]) and the process exits with 127.
+#[derive(Debug)]
+pub struct Entered {
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+    pub status: OwnedFd,
+}
+
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    socket: OwnedFd,
+}
+
+impl Process {
+    fn start(config: &Config) -> Result<Self> {
+        let kind = SocketType::SEQPACKET;
+        let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
+        let (socket, theirs) = pair.step("launcher.socketpair")?;
+        let child = Command::new(&config.binary)
+            .arg("launcher")
+            .arg(&config.run_dir)
+            .arg(&config.cgroup)
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .spawn()
+            .step("launcher.spawn")?;
+        let process = Self { child, socket };
+        match process.receive(Instant::now() + START_DEADLINE)? {
+            (Reply::Ready, _) => Ok(process),
+            _ => Err(LaunchError::new(
+                Code::Internal,
+                "the launcher did not say it is ready",
+            )),
+        }
+    }
+
+    fn receive(&self, end: Instant) -> Result<(Reply, Vec<OwnedFd>)> {
+        wait_readable(self.socket.as_fd(), end)?;
+        match wire::receive(self.socket.as_fd()) {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => Err(died()),
+            Err(error) if error.raw_os_error() == Some(libc::ECONNRESET) => Err(died()),
+            Err(error) => Err(LaunchError::step("launcher.receive", &error)),
+        }
+    }
+}
+
+fn died() -> LaunchError {
+    LaunchError::new(Code::Launch, "the launcher died").with("step", "launcher")
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It holds nothing that outlives it; waiting for a polite end would gain nothing.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait_readable(fd: BorrowedFd<'_>, end: Instant) -> Result<()> {
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(0) => return Err(LaunchError::new(Code::Deadline, "set-up took too long")),
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error).step("launcher.poll"),
+        }
+    }
+}
+
+/// The half-made init of a failed create: ended and reaped unless it was handed out.
+struct Newborn<'a> {
+    cgroup: &'a SandboxCgroup,
+    created: Option<Created>,
+}
+
+impl Drop for Newborn<'_> {
+    fn drop(&mut self) {
+        if let Some(created) = self.created.take() {
+            // Gone already is as good.
+            let _ = process::signal(created.init_pidfd.as_fd(), libc::SIGKILL);
+            let _ = process::reap(created.init_pidfd.as_fd(), REAP_DEADLINE_MS);
+            return;
+        }
+        end_strays(&format!("{}/{INIT}", self.cgroup.sandbox_id()));
+    }
+}
+
+/// A launcher that died between a clone and telling us leaves a child of ours that nobody knows, alive
+/// or a zombie; a zombie keeps its pid namespace from ending. The cgroup says whose it is. Reads all
+/// of /proc, but only after such a failure.
+fn end_strays(leaf: &str) {
+    let own = std::process::id().to_string();
+    let suffix = format!("/{leaf}");
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let Some(pid) = rustix::process::Pid::from_raw(pid) else {
+            continue;
+        };
+        let read = |file: &str| fs::read_to_string(entry.path().join(file)).unwrap_or_default();
+        // After the last ')': a name may contain anything.
+        let stat = read("stat");
+        let parent = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.split_whitespace().nth(1));
+        let inside = |line: &str| line.starts_with("0::") && line.ends_with(&suffix);
+        if parent != Some(own.as_str()) || !read("cgroup").lines().any(inside) {
+            continue;
+        }
+        let flags = rustix::process::PidfdFlags::empty();
+        if let Ok(pidfd) = rustix::process::pidfd_open(pid, flags) {
+            // Gone already is as good.
+            let _ = process::signal(pidfd.as_fd(), libc::SIGKILL);
+            let _ = process::reap(pidfd.as_fd(), REAP_DEADLINE_MS);
+        }
+    }
+}
+
+impl Launcher {
+    /// Starts the process. Makes the pinned namespace and the node's cgroups where they are missing.
+    pub fn spawn(config: &Config) -> Result<Self> {
+        Pinned::open(config)?;
+        Cgroups::open(&config.cgroup)?;
+        Ok(Self {
+            config: config.clone(),
+            process: Mutex::new(Some(Process::start(config)?)),
+        })
+    }
+
+    /// The process as it is now, for measurements and tests.
+    pub fn pid(&self) -> Option<u32> {
+        let process = self.process.lock().ok()?;
+        process.as_ref().map(|process| process.child.id())
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, Option<Process>>> {
+        let broken = |_| LaunchError::new(Code::Internal, "a thread panicked with the launcher");
+        self.process.lock().map_err(broken)
+    }
+
+    /// Runs `ask` with the process; on a failure that leaves it in an unknown state it is replaced.
+    fn with<T>(&self, ask: impl FnOnce(&Process) -> Result<Outcome<T>>) -> Result<T> {
+        let mut slot = self.lock()?;
+        let process = match slot.take() {
+            Some(process) => process,
+            None => Process::start(&self.config)?,
+        };
+        match ask(&process)? {
+            Outcome::Done(value) => {
+                *slot = Some(process);
+                Ok(value)
+            }
+            Outcome::Refused(error) => {
+                *slot = Some(process);
+                Err(error)
+            }
+        }
+    }
+
+    /// Blocks until the sandbox is complete or `plan.deadline_ms` passed. On failure no process is
+    /// left; cgroup, upper and netns stay the caller's.
+    pub fn create(&self, plan: &SandboxPlan, prepared: &Prepared<'_>) -> Result<Created> {
+        if prepared.uid_base == 0 || prepared.uid_base % IDS != 0 {
+            let text = "uid_base must be a positive multiple of 65536";
+            return Err(LaunchError::field("uid_base", text));
+        }
+        let end = Instant::now() + Duration::from_millis(plan.deadline_ms);
+        let request = Request::Create {
+            plan: Box::new(plan.clone()),
+            upper: prepared.upper.tree(),
+            uid_base: prepared.uid_base,
+        };
+        let mut newborn = Newborn {
+            cgroup: prepared.cgroup,
+            created: None,
+        };
+        self.with(|process| {
+            send(process, &request, &[prepared.netns])?;
+            loop {
+                match process.receive(end)? {
+                    (Reply::Cloned { pid }, fds) => {
+                        let pidfd = fds.into_iter().next().ok_or_else(died)?;
+                        newborn.created = Some(Created {
+                            init_pid: pid,
+                            init_pidfd: pidfd,
+                        });
+                    }
+                    (Reply::Ready, _) => return Ok(Outcome::Done(())),
+                    (Reply::Failed(error), _) => return Ok(Outcome::Refused(error)),
+                }
+            }
+        })?;
+        let created = newborn.created.take().ok_or_else(died)?;
+        // Grown up: nothing is undone any more.
+        std::mem::forget(newborn);
+        Ok(created)
+    }
+
+    /// Returns right after the clone, a frozen sandbox included.
+    pub fn enter(
+        &self,
+        target: &Target<'_>,
+        plan: &RunPlan,
+        stdio: [BorrowedFd<'_>; 3],
+        cgroup: &RunCgroup,
+    ) -> Result<Entered> {
+        check::run(plan)?;
+        let mut plan = plan.clone();
+        // Its way in is the descriptor.
+        plan.stdin.clear();
+        let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
+        let request = Request::Enter {
+            plan: Box::new(plan),
+            policy: target.policy.clone(),
+            sandbox: cgroup.sandbox_id().to_owned(),
+            cgroup: cgroup.path(),
+            memory: cgroup.memory_path(),
+        };
+        let [stdin, stdout, stderr] = stdio;
+        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs.as_fd()];
+        let entered = self.with(|process| {
+            send(process, &request, &fds)?;
+            match process.receive(Instant::now() + ENTER_DEADLINE)? {
+                (Reply::Cloned { pid }, fds) => {
+                    let pidfd = fds.into_iter().next().ok_or_else(died)?;
+                    Ok(Outcome::Done((pid, pidfd)))
+                }
+                (Reply::Failed(error), _) => Ok(Outcome::Refused(error)),
+                (Reply::Ready, _) => Err(died()),
+            }
+        });
+        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
+        Ok(Entered { pid, pidfd, status })
+    }
+}
+
+enum Outcome<T> {
+    Done(T),
+    /// An orderly no: the launcher is as good as before.
+    Refused(LaunchError),
+}
+
+fn send(process: &Process, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    match wire::send(process.socket.as_fd(), request, fds) {
+        Err(error) if error.raw_os_error() == Some(libc::EPIPE) => Err(died()),
+        other => other.step("launcher.send"),
+    }
+}
+
+/// What a readable status descriptor says: `None` = exec succeeded.
+pub fn read_status(status: BorrowedFd<'_>) -> Option<LaunchError> {
+    let mut buffer = [0u8; STATUS_MAX];
+    let length = loop {
+        match rustix::io::read(status, &mut buffer) {
+            Err(Errno::INTR) => {}
+            Ok(length) => break length,
+            Err(error) => return Some(LaunchError::step("enter.status", &error.into())),
+        }
+    };
+    if length == 0 {
+        return None;
+    }
+    let parsed = rmp_serde::from_slice(&buffer[..length]);
+    Some(parsed.unwrap_or_else(|_| LaunchError::new(Code::Internal, "an unreadable status")))
+}
+
+/// `dsec-runtime launcher ARGS`: never returns.
+pub fn main(arguments: &[String]) -> ! {
+    std::process::exit(crate::server::main(arguments))
+}

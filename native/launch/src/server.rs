@@ -1,0 +1,213 @@
+//! The launcher process: one thread, almost no mounts, almost no memory, no policy.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use dsec_sys::{cred, mount, process};
+use rustix::fs::{openat, Mode, OFlags, CWD};
+
+use crate::cgroup::{Cgroups, INIT};
+use crate::create;
+use crate::enter::{self, EnterFds, Entry};
+use crate::filter::{self, Program};
+use crate::init::{self, Hidden};
+use crate::layers::empty_namespace;
+use crate::mounting::{self, attach_at};
+use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
+use crate::switch;
+use crate::wire::{self, Reply, Request};
+
+/// Different filters kept compiled; a node has a handful.
+const FILTERS_MAX: usize = 64;
+/// The kernel should end others first; inits keep this, runs go back to 0.
+const OOM_SCORE: &str = "-900";
+
+/// Our directory in each hierarchy, as descriptors: the launcher's mount namespace has no cgroups.
+#[derive(Debug)]
+pub(crate) struct CgroupDirs {
+    v2: OwnedFd,
+    v1: Vec<OwnedFd>,
+}
+
+impl CgroupDirs {
+    fn open(cgroups: &Cgroups) -> Result<Self> {
+        let open = |path: &Path| {
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            openat(CWD, path, flags, Mode::empty()).step("launcher.cgroup")
+        };
+        let (v2, v1) = cgroups.bases();
+        Ok(Self {
+            v2: open(v2)?,
+            v1: v1.into_iter().map(open).collect::<Result<_>>()?,
+        })
+    }
+
+    fn leaf(&self, path: &str) -> Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        openat(&self.v2, path, flags, Mode::empty()).step("launcher.cgroup")
+    }
+
+    /// What a child writes "0" to: first memory, which may be the run's own, then the others.
+    fn tasks(&self, memory: &str, sandbox: &str) -> Result<Vec<OwnedFd>> {
+        let file = if switch::off(switch::CGROUP_TASKS) {
+            "cgroup.procs"
+        } else {
+            "tasks"
+        };
+        let mut group = memory;
+        let mut opened = Vec::with_capacity(self.v1.len());
+        for base in &self.v1 {
+            let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+            let at = openat(base, format!("{group}/{file}"), flags, Mode::empty());
+            opened.push(at.step("launcher.tasks")?);
+            group = sandbox;
+        }
+        Ok(opened)
+    }
+
+    pub(crate) fn open_sandbox(&self, id: &str) -> Result<(OwnedFd, Vec<OwnedFd>)> {
+        Ok((self.leaf(&format!("{id}/{INIT}"))?, self.tasks(id, id)?))
+    }
+}
+
+/// What a launcher has in hand for its whole life.
+#[derive(Debug)]
+pub(crate) struct Server {
+    pub alone: process::SingleThreaded,
+    pub control: OwnedFd,
+    pub pinned: OwnedFd,
+    pub own_mnt: OwnedFd,
+    pub own_net: OwnedFd,
+    pub own_pid: OwnedFd,
+    pub cgroups: CgroupDirs,
+    pub hidden: Hidden,
+    raised: bool,
+    filters: HashMap<SeccompSpec, Program>,
+}
+
+/// `launcher RUN_DIR CGROUP` with the control socket as standard input; returns an exit code.
+pub(crate) fn main(arguments: &[String]) -> i32 {
+    let started = start(arguments);
+    match started.and_then(|mut server| server.serve()) {
+        Ok(()) => 0,
+        Err(error) => {
+            // The parent sees the end of the socket; the reason is for the log.
+            eprintln!("launcher: {error}");
+            1
+        }
+    }
+}
+
+fn start(arguments: &[String]) -> Result<Server> {
+    let [run_dir, cgroup] = arguments else {
+        return Err(LaunchError::new(
+            Code::BadRequest,
+            "usage: launcher RUN_DIR CGROUP",
+        ));
+    };
+    let run_dir = PathBuf::from(run_dir);
+    process::set_undumpable().step("launcher.undumpable")?;
+    process::set_name(c"dsec-launcher").step("launcher.name")?;
+    let alone = process::SingleThreaded::prove().step("launcher.threads")?;
+    let control = process::dup_above(io::stdin().as_fd(), 3).step("launcher.control")?;
+    let open = |path: &Path| File::open(path).map(OwnedFd::from).step("launcher.open");
+    let pinned = open(&run_dir.join("ns/mnt"))?;
+    let own_net = open(Path::new("/proc/self/ns/net"))?;
+    let own_pid = open(Path::new("/proc/self/ns/pid"))?;
+    let cgroups = CgroupDirs::open(&Cgroups::open(cgroup)?)?;
+    // Without CAP_SYS_RESOURCE nothing changes, and nothing has to be undone in runs.
+    let raised = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
+    // The host's /proc and /sys are still visible.
+    let hidden = Hidden::find();
+    rustix::process::umask(Mode::empty());
+    empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
+    let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
+    let proc = mounting::make("launcher.proc", c"proc", &[], attributes)?;
+    attach_at(proc.as_fd(), "/proc").step("launcher.proc")?;
+    let own_mnt = open(Path::new("/proc/self/ns/mnt"))?;
+    cred::keep_caps_over_ids().step("launcher.securebits")?;
+    Ok(Server {
+        alone,
+        control,
+        pinned,
+        own_mnt,
+        own_net,
+        own_pid,
+        cgroups,
+        hidden,
+        raised,
+        filters: HashMap::new(),
+    })
+}
+
+impl Server {
+    fn serve(&mut self) -> Result<()> {
+        wire::send(self.control.as_fd(), &Reply::Ready, &[]).step("launcher.ready")?;
+        while let Some((request, fds)) =
+            wire::receive::<Request>(self.control.as_fd()).step("launcher.receive")?
+        {
+            let (reply, pidfd) = match self.answer(request, fds) {
+                Ok((reply, pidfd)) => (reply, pidfd),
+                Err(error) => (Reply::Failed(error), None),
+            };
+            let fds: Vec<_> = pidfd.iter().map(AsFd::as_fd).collect();
+            match wire::send(self.control.as_fd(), &reply, &fds) {
+                // The runtime died: so do we.
+                Err(error) if error.raw_os_error() == Some(libc::EPIPE) => return Ok(()),
+                other => other.step("launcher.reply")?,
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Option<OwnedFd>)> {
+        let bad = || LaunchError::new(Code::Internal, "wrong number of descriptors");
+        match request {
+            Request::Create {
+                plan,
+                upper,
+                uid_base,
+            } => {
+                let netns = fds.first().ok_or_else(bad)?;
+                create::create(self, &plan, &upper, uid_base, netns.as_fd())?;
+                Ok((Reply::Ready, None))
+            }
+            Request::Enter {
+                plan,
+                policy,
+                sandbox,
+                cgroup,
+                memory,
+            } => {
+                let fds = EnterFds::of(fds).ok_or_else(bad)?;
+                let filter = self.filter(&policy.seccomp)?;
+                let entry = Entry {
+                    plan: &plan,
+                    policy: &policy,
+                    filter: &filter,
+                    fds,
+                    tasks: self.cgroups.tasks(&memory, &sandbox)?,
+                    raised: self.raised,
+                };
+                let leaf = self.cgroups.leaf(&cgroup)?;
+                let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;
+                Ok((Reply::Cloned { pid }, Some(pidfd)))
+            }
+        }
+    }
+
+    fn filter(&mut self, spec: &SeccompSpec) -> Result<Program> {
+        if let Some(known) = self.filters.get(spec) {
+            return Ok(known.clone());
+        }
+        if self.filters.len() >= FILTERS_MAX {
+            self.filters.clear();
+        }
+        let program = filter::compile(spec)?;
+        self.filters.insert(spec.clone(), program.clone());
+        Ok(program)
+    }
+}

@@ -1,0 +1,35 @@
+//! Mechanisms that can be switched off, to test what takes their place and that they matter.
+//!
+//! `DSEC_NATIVE_DISABLE=overlay.fd,erofs.file`, read once.
+
+use std::sync::OnceLock;
+
+/// The environment variable.
+pub const VARIABLE: &str = "DSEC_NATIVE_DISABLE";
+/// EROFS straight from a file; without it a loop device.
+pub const EROFS_FILE: &str = "erofs.file";
+/// Layers handed to overlayfs by descriptor; without it by path.
+pub const OVERLAY_FD: &str = "overlay.fd";
+/// Layers named one by one; without it all in one option.
+pub const OVERLAY_EACH: &str = "overlay.each";
+/// `cgroup.kill`; without it freeze and signal.
+pub const CGROUP_KILL: &str = "cgroup.kill";
+/// One way to write v1's `tasks` without a lock over all processes; without it `cgroup.procs`.
+pub const CGROUP_TASKS: &str = "cgroup.tasks";
+
+/// Every name.
+pub const NAMES: &[&str] = &[
+    EROFS_FILE,
+    OVERLAY_FD,
+    OVERLAY_EACH,
+    CGROUP_KILL,
+    CGROUP_TASKS,
+];
+
+static OFF: OnceLock<String> = OnceLock::new();
+
+/// Whether a mechanism was switched off.
+pub fn off(name: &str) -> bool {
+    let all = OFF.get_or_init(|| std::env::var(VARIABLE).unwrap_or_default());
+    !all.is_empty() && all.split(',').any(|item| item.trim() == name)
+}

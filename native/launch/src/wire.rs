@@ -1,0 +1,158 @@
+//! Messages between the runtime and its launchers: msgpack with descriptors over SOCK_SEQPACKET.
+
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut, Read, Seek, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{memfd_create, MemfdFlags};
+use rustix::io::Errno;
+use rustix::net::{
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::plan::{LaunchError, RunPlan, RunPolicy, SandboxPlan};
+
+/// Longer bodies travel in a memfd: a packet is bounded by the socket's buffer.
+const INLINE_MAX: usize = 48 << 10;
+/// Descriptors of the largest message, and one for the memfd.
+const FDS_MAX: usize = 8;
+/// A body that is longer is not one of ours.
+const BODY_MAX: u64 = 16 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Request {
+    /// Descriptors: the network namespace.
+    Create {
+        plan: Box<SandboxPlan>,
+        upper: String,
+        uid_base: u32,
+    },
+    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe.
+    Enter {
+        plan: Box<RunPlan>,
+        policy: RunPolicy,
+        sandbox: String,
+        cgroup: String,
+        memory: String,
+    },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Reply {
+    /// Descriptor: the pidfd. For a create more follows.
+    Cloned {
+        pid: i32,
+    },
+    Ready,
+    Failed(LaunchError),
+}
+
+fn bad(error: impl std::fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error.to_string())
+}
+
+/// Sends one message.
+pub(crate) fn send<T: Serialize>(
+    socket: BorrowedFd<'_>,
+    message: &T,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let body = rmp_serde::to_vec(message).map_err(bad)?;
+    if body.len() <= INLINE_MAX {
+        return send_packet(socket, &[0], &body, fds);
+    }
+    let memfd = memfd_create("dsec-request", MemfdFlags::CLOEXEC)?;
+    let mut file = File::from(memfd);
+    file.write_all(&body)?;
+    file.rewind()?;
+    let mut all = fds.to_vec();
+    all.push(file.as_fd());
+    send_packet(socket, &[1], &[], &all)
+}
+
+fn send_packet(
+    socket: BorrowedFd<'_>,
+    kind: &[u8],
+    body: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL.into());
+    }
+    let parts = [IoSlice::new(kind), IoSlice::new(body)];
+    loop {
+        match sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            other => return Ok(other.map(drop)?),
+        }
+    }
+}
+
+/// Receives one message; `None` at the end.
+pub(crate) fn receive<T: DeserializeOwned>(
+    socket: BorrowedFd<'_>,
+) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+    let mut buffer = vec![0u8; INLINE_MAX + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = loop {
+        let parts = &mut [IoSliceMut::new(&mut buffer)];
+        match recvmsg(socket, parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    if got.bytes == 0 {
+        return Ok(None);
+    }
+    let mut fds: Vec<OwnedFd> = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(list) = message {
+            fds.extend(list);
+        }
+    }
+    if got
+        .flags
+        .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC)
+    {
+        return Err(bad("truncated message"));
+    }
+    if buffer[0] == 0 {
+        let message = rmp_serde::from_slice(&buffer[1..got.bytes]).map_err(bad)?;
+        return Ok(Some((message, fds)));
+    }
+    let file = File::from(fds.pop().ok_or_else(|| bad("a message without its body"))?);
+    let mut body = Vec::new();
+    file.take(BODY_MAX).read_to_end(&mut body)?;
+    let message = rmp_serde::from_slice(&body).map_err(bad)?;
+    Ok(Some((message, fds)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
+
+    #[test]
+    fn small_and_large_messages_arrive_with_their_descriptors() {
+        let kind = SocketType::SEQPACKET;
+        let (a, b) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)
+            .expect("a pair of sockets");
+        for length in [0, 1, INLINE_MAX, INLINE_MAX + 1, 3 << 20] {
+            let text = "x".repeat(length);
+            send(a.as_fd(), &text, &[a.as_fd(), b.as_fd()]).expect("sent");
+            let (got, fds) = receive::<String>(b.as_fd())
+                .expect("received")
+                .expect("one");
+            assert_eq!((got.len(), fds.len()), (length, 2));
+        }
+        drop(a);
+        assert!(receive::<String>(b.as_fd()).expect("the end").is_none());
+    }
+}

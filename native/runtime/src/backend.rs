@@ -1,0 +1,78 @@
+//! What the runtime needs from whatever makes containers. One implementation is real; the other one
+//! (feature `plain`) starts plain processes in bare cgroups, so that supervision can be tested on
+//! machines and in moments where no container can be made.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use dsec_launch::cgroup::RunUsage;
+use dsec_launch::launcher::Entered;
+use dsec_launch::layers::Layer;
+use dsec_launch::{Probe, Result, RunPlan, SandboxPlan, Usage};
+
+use crate::record::Record;
+
+/// A sandbox that was made.
+pub struct Made {
+    pub init_pid: i32,
+    pub init_pidfd: OwnedFd,
+    pub place: Arc<dyn Place>,
+    pub upper: Option<dsec_launch::upper::Upper>,
+}
+
+/// Everything here may block, each call with a bound, and is called from worker threads unless the
+/// method says otherwise.
+pub trait Backend: Send + Sync {
+    fn probe(&self) -> Probe;
+    fn layer_mount(&self, digest: &str, path: &str) -> Result<()>;
+    fn layer_unmount(&self, digest: &str) -> Result<()>;
+    fn layer_list(&self) -> Result<Vec<Layer>>;
+    /// On failure everything is undone.
+    fn create(&self, plan: &SandboxPlan, uid_base: u32) -> Result<Made>;
+    /// A sandbox that was made by an earlier runtime.
+    fn find(&self, record: &Record) -> Result<Arc<dyn Place>>;
+    /// Removes whatever there is of a sandbox that was only half made, or whose record is all there is.
+    fn remove(&self, record: &Record, deadline: Duration) -> Result<()>;
+    /// Removes what belongs to no sandbox named in `known`. Says what it removed.
+    fn remove_strangers(&self, known: &[String], deadline: Duration) -> Result<Vec<String>>;
+    /// Unmounts the layers and lets pinned namespaces go. Only when no sandbox lives.
+    fn close(&self) -> Result<()>;
+}
+
+/// A sandbox, from outside.
+pub trait Place: Send + Sync {
+    /// Inode of its v2 cgroup.
+    fn cgroup_id(&self) -> Result<u64>;
+    /// Makes the cgroup of a run; idempotent.
+    fn create_run(&self, run: &str, memory: bool) -> Result<Arc<dyn Leaf>>;
+    /// The cgroup of a run launched by an earlier runtime.
+    fn find_run(&self, run: &str) -> Option<Arc<dyn Leaf>>;
+    /// Runs that have a cgroup.
+    fn runs(&self) -> Result<Vec<String>>;
+    /// Starts a program inside; returns right after the clone.
+    fn enter(
+        &self,
+        plan: &RunPlan,
+        stdio: [BorrowedFd<'_>; 3],
+        leaf: &dyn Leaf,
+        init: BorrowedFd<'_>,
+    ) -> Result<Entered>;
+    /// SIGKILL to everything. Never waits: the event loop calls it.
+    fn kill(&self) -> Result<()>;
+    fn usage(&self) -> Result<Usage>;
+    /// Kills what lives and removes everything. Idempotent.
+    fn release(&self, deadline: Duration) -> Result<()>;
+}
+
+/// The cgroup of one run. Nothing here waits: the event loop calls all of it.
+pub trait Leaf: Send + Sync {
+    fn kill(&self) -> Result<()>;
+    fn count(&self) -> Result<u64>;
+    /// EPOLLPRI when it empties.
+    fn events(&self) -> Result<OwnedFd>;
+    fn usage(&self) -> Result<RunUsage>;
+    fn remove(&self) -> Result<()>;
+    /// For the implementation to find its own type again.
+    fn as_any(&self) -> &dyn std::any::Any;
+}

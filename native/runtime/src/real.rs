@@ -1,0 +1,247 @@
+//! Containers, by `dsec_launch`.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::time::Duration;
+
+use dsec_launch::assembly::Assembly;
+use dsec_launch::cgroup::{RunCgroup, RunUsage, SandboxCgroup};
+use dsec_launch::launcher::{Entered, Launcher, Target};
+use dsec_launch::layers::Layer;
+use dsec_launch::plan::Code;
+use dsec_launch::upper::Upper;
+use dsec_launch::{Config, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};
+
+use crate::args::Options;
+use crate::backend::{Backend, Leaf, Made, Place};
+use crate::record::Record;
+
+/// Launchers that make sandboxes, and such that enter them: a slow create never delays a run.
+const CREATORS: usize = 2;
+const ENTERERS: usize = 2;
+
+/// What several places share.
+struct Shared {
+    config: Config,
+    assembly: Assembly,
+    creators: Vec<Launcher>,
+    enterers: Vec<Launcher>,
+    next: AtomicUsize,
+}
+
+pub struct Real {
+    shared: Arc<Shared>,
+}
+
+struct RealPlace {
+    shared: Arc<Shared>,
+    cgroup: SandboxCgroup,
+    upper: Upper,
+    policy: RunPolicy,
+}
+
+struct RealLeaf(RunCgroup);
+
+pub fn config(options: &Options) -> Config {
+    Config {
+        run_dir: options.run_dir.clone(),
+        state_dir: options.state_dir.clone(),
+        cgroup: options.cgroup.clone(),
+        // The launchers are to be of the same version as this process, also after an upgrade on disk.
+        binary: "/proc/self/exe".into(),
+    }
+}
+
+impl Real {
+    pub fn open(options: &Options) -> Result<Self> {
+        let config = config(options);
+        let assembly = Assembly::open(&config)?;
+        let launchers = |n: usize| -> Result<Vec<Launcher>> {
+            (0..n).map(|_| Launcher::spawn(&config)).collect()
+        };
+        let shared = Shared {
+            creators: launchers(CREATORS)?,
+            enterers: launchers(ENTERERS)?,
+            assembly,
+            config,
+            next: AtomicUsize::new(0),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+}
+
+impl Shared {
+    fn pick<'a>(&self, from: &'a [Launcher]) -> &'a Launcher {
+        &from[self.next.fetch_add(1, Ordering::Relaxed) % from.len()]
+    }
+}
+
+impl Backend for Real {
+    fn probe(&self) -> Probe {
+        dsec_launch::probe::probe(&self.shared.config)
+    }
+
+    fn layer_mount(&self, digest: &str, path: &str) -> Result<()> {
+        self.shared.assembly.pinned.mount(digest, path)
+    }
+
+    fn layer_unmount(&self, digest: &str) -> Result<()> {
+        self.shared.assembly.pinned.unmount(digest)
+    }
+
+    fn layer_list(&self) -> Result<Vec<Layer>> {
+        self.shared.assembly.pinned.list()
+    }
+
+    fn create(&self, plan: &SandboxPlan, uid_base: u32) -> Result<Made> {
+        let launcher = self.shared.pick(&self.shared.creators);
+        let made = self.shared.assembly.create(launcher, plan, uid_base)?;
+        Ok(Made {
+            init_pid: made.created.init_pid,
+            init_pidfd: made.created.init_pidfd,
+            upper: Some(made.upper.clone()),
+            place: Arc::new(RealPlace {
+                shared: Arc::clone(&self.shared),
+                cgroup: made.cgroup,
+                upper: made.upper,
+                policy: RunPolicy::of(plan),
+            }),
+        })
+    }
+
+    fn find(&self, record: &Record) -> Result<Arc<dyn Place>> {
+        let upper = record
+            .upper
+            .clone()
+            .ok_or_else(|| LaunchError::new(Code::Internal, "the record names no upper"))?;
+        Ok(Arc::new(RealPlace {
+            shared: Arc::clone(&self.shared),
+            // Some of it may be missing: it is to be released all the same.
+            cgroup: self.shared.assembly.cgroups.leftover(&record.id),
+            upper,
+            policy: record.policy.clone(),
+        }))
+    }
+
+    fn remove(&self, record: &Record, deadline: Duration) -> Result<()> {
+        self.remove_cgroup(&record.id, deadline)?;
+        let uppers = &self.shared.assembly.uppers;
+        for upper in uppers.list()?.iter().filter(|u| u.id == record.id) {
+            uppers.remove(upper)?;
+        }
+        Ok(())
+    }
+
+    fn remove_strangers(&self, known: &[String], deadline: Duration) -> Result<Vec<String>> {
+        let assembly = &self.shared.assembly;
+        let mut removed = Vec::new();
+        for id in assembly.cgroups.list()? {
+            if !known.contains(&id) {
+                self.remove_cgroup(&id, deadline)?;
+                removed.push(format!("cgroup {id}"));
+            }
+        }
+        for upper in assembly.uppers.list()? {
+            if !known.contains(&upper.id) {
+                assembly.uppers.remove(&upper)?;
+                removed.push(format!("upper {}", upper.id));
+            }
+        }
+        Ok(removed)
+    }
+
+    fn close(&self) -> Result<()> {
+        self.shared.assembly.pinned.clone().close()
+    }
+}
+
+impl Real {
+    fn remove_cgroup(&self, id: &str, deadline: Duration) -> Result<()> {
+        let cgroup = self.shared.assembly.cgroups.leftover(id);
+        if let Err(e) = cgroup.kill() {
+            crate::info!("cgroup.kill", id = id, error = e);
+        }
+        cgroup.remove(deadline)
+    }
+}
+
+impl Place for RealPlace {
+    fn cgroup_id(&self) -> Result<u64> {
+        self.cgroup.id()
+    }
+
+    fn create_run(&self, run: &str, memory: bool) -> Result<Arc<dyn Leaf>> {
+        Ok(Arc::new(RealLeaf(self.cgroup.create_run(run, memory)?)))
+    }
+
+    fn find_run(&self, run: &str) -> Option<Arc<dyn Leaf>> {
+        let leaf = self.cgroup.find_run(run).ok()?;
+        Some(Arc::new(RealLeaf(leaf)))
+    }
+
+    fn runs(&self) -> Result<Vec<String>> {
+        self.cgroup.runs()
+    }
+
+    fn enter(
+        &self,
+        plan: &RunPlan,
+        stdio: [BorrowedFd<'_>; 3],
+        leaf: &dyn Leaf,
+        init: BorrowedFd<'_>,
+    ) -> Result<Entered> {
+        let leaf: &RealLeaf = leaf
+            .as_any()
+            .downcast_ref()
+            .ok_or_else(|| LaunchError::new(Code::Internal, "a leaf of another backend"))?;
+        let target = Target {
+            init_pidfd: init,
+            policy: &self.policy,
+        };
+        let launcher = self.shared.pick(&self.shared.enterers);
+        launcher.enter(&target, plan, stdio, &leaf.0)
+    }
+
+    fn kill(&self) -> Result<()> {
+        self.cgroup.kill()
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        self.shared.assembly.usage(&self.cgroup, &self.upper)
+    }
+
+    fn release(&self, deadline: Duration) -> Result<()> {
+        self.shared
+            .assembly
+            .release(&self.cgroup, &self.upper, deadline)
+    }
+}
+
+impl Leaf for RealLeaf {
+    fn kill(&self) -> Result<()> {
+        self.0.kill()
+    }
+
+    fn count(&self) -> Result<u64> {
+        self.0.count()
+    }
+
+    fn events(&self) -> Result<OwnedFd> {
+        self.0.events()
+    }
+
+    fn usage(&self) -> Result<RunUsage> {
+        self.0.usage()
+    }
+
+    fn remove(&self) -> Result<()> {
+        self.0.remove()
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}

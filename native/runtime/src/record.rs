@@ -1,0 +1,200 @@
+//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: an empty file
+//! for every run that was launched and is not forgotten, so that a run whose result was lost with the
+//! keeper is never taken for one that was not launched.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use dsec_launch::upper::Upper;
+use dsec_launch::RunPolicy;
+use serde::{Deserialize, Serialize};
+
+use crate::util;
+
+/// Raised when a field changes its meaning; new fields have defaults.
+pub const VERSION: u32 = 1;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Being made: after a crash everything of it is removed.
+    Creating,
+    Running,
+    /// Kept for a while, so that `stop` and `get` are idempotent.
+    Ended,
+}
+
+/// How a sandbox ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// Of its init.
+    pub code: Option<i32>,
+    pub signal: Option<i32>,
+    /// Something in it was killed for want of memory.
+    pub oom: bool,
+    /// `stopped`, `init_died`, or `lost` (it ended while nothing of ours was alive to see it).
+    pub reason: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub version: u32,
+    pub id: String,
+    pub stage: Stage,
+    pub uid_base: u32,
+    #[serde(default)]
+    pub layers: Vec<String>,
+    pub policy: RunPolicy,
+    #[serde(default)]
+    pub upper: Option<Upper>,
+    #[serde(default)]
+    pub init_pid: i32,
+    /// Start time of the init: with the pid it names the process.
+    #[serde(default)]
+    pub init_start: u64,
+    #[serde(default)]
+    pub started_ns: u64,
+    #[serde(default)]
+    pub cgroup_id: u64,
+    #[serde(default)]
+    pub exit: Option<Exit>,
+    #[serde(default)]
+    pub ended_ns: u64,
+}
+
+/// The directory of records.
+#[derive(Debug, Clone)]
+pub struct Records {
+    sbx: PathBuf,
+    runs: PathBuf,
+}
+
+impl Records {
+    pub fn open(run_dir: &Path) -> io::Result<Self> {
+        let out = Self {
+            sbx: run_dir.join("sbx"),
+            runs: run_dir.join("runs"),
+        };
+        fs::create_dir_all(&out.sbx)?;
+        fs::create_dir_all(&out.runs)?;
+        Ok(out)
+    }
+
+    pub fn write(&self, record: &Record) -> io::Result<()> {
+        let data = rmp_serde::to_vec_named(record).map_err(io::Error::other)?;
+        util::write_whole(&self.sbx.join(&record.id), &data)
+    }
+
+    pub fn remove(&self, id: &str) -> io::Result<()> {
+        ignore_missing(fs::remove_file(self.sbx.join(id)))
+    }
+
+    /// Every record that can be read; the names of those that cannot.
+    pub fn load(&self) -> io::Result<(Vec<Record>, Vec<String>)> {
+        let (mut good, mut bad) = (Vec::new(), Vec::new());
+        for entry in fs::read_dir(&self.sbx)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.ends_with(".tmp~") {
+                // Written by a runtime that died before the rename: it never counted.
+                let _ = fs::remove_file(entry.path());
+                continue;
+            }
+            match fs::read(entry.path()).map(|d| rmp_serde::from_slice::<Record>(&d)) {
+                Ok(Ok(record)) if record.version <= VERSION && record.id == name => {
+                    good.push(record);
+                }
+                _ => bad.push(name),
+            }
+        }
+        Ok((good, bad))
+    }
+
+    /// Notes that a run is about to be launched.
+    pub fn mark_run(&self, sandbox: &str, run: &str) -> io::Result<()> {
+        let path = self.runs.join(sandbox).join(run);
+        match fs::File::create(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                fs::create_dir_all(self.runs.join(sandbox))?;
+                fs::File::create(&path).map(drop)
+            }
+            other => other.map(drop),
+        }
+    }
+
+    pub fn unmark_run(&self, sandbox: &str, run: &str) -> io::Result<()> {
+        ignore_missing(fs::remove_file(self.runs.join(sandbox).join(run)))
+    }
+
+    pub fn unmark_runs(&self, sandbox: &str) -> io::Result<()> {
+        ignore_missing(fs::remove_dir_all(self.runs.join(sandbox)))
+    }
+
+    /// (sandbox, run) of every mark.
+    pub fn marked_runs(&self) -> io::Result<Vec<(String, String)>> {
+        let mut out = Vec::new();
+        for dir in fs::read_dir(&self.runs)? {
+            let dir = dir?;
+            let sandbox = dir.file_name().to_string_lossy().into_owned();
+            for run in fs::read_dir(dir.path())? {
+                let run = run?.file_name().to_string_lossy().into_owned();
+                out.push((sandbox.clone(), run));
+            }
+        }
+        Ok(out)
+    }
+}
+
+fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_and_marks_are_found_again() {
+        let dir = std::env::temp_dir().join(format!("dsec-runtime-rec-{}", std::process::id()));
+        let records = Records::open(&dir).unwrap();
+        let record = Record {
+            version: VERSION,
+            id: "a".into(),
+            stage: Stage::Running,
+            uid_base: 1 << 20,
+            layers: vec![],
+            policy: RunPolicy {
+                caps: None,
+                seccomp: Default::default(),
+                no_new_privs: false,
+                nofile: 1024,
+                cpus: vec![],
+            },
+            upper: None,
+            init_pid: 1,
+            init_start: 2,
+            started_ns: 3,
+            cgroup_id: 4,
+            exit: None,
+            ended_ns: 0,
+        };
+        records.write(&record).unwrap();
+        fs::write(dir.join("sbx/broken"), b"\xc1").unwrap();
+        fs::write(dir.join("sbx/b.tmp~"), b"half").unwrap();
+        let (good, bad) = records.load().unwrap();
+        assert_eq!(good, [record]);
+        assert_eq!(bad, ["broken"]);
+        records.mark_run("a", "r1").unwrap();
+        records.mark_run("a", "r1").unwrap();
+        assert_eq!(records.marked_runs().unwrap(), [("a".into(), "r1".into())]);
+        records.unmark_run("a", "r1").unwrap();
+        records.unmark_run("a", "r1").unwrap();
+        records.unmark_runs("a").unwrap();
+        assert!(records.marked_runs().unwrap().is_empty());
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

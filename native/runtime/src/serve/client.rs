@@ -1,0 +1,278 @@
+//! Connections: frames in, frames out, each within bounds. A client that misbehaves or stops reading
+//! hurts only itself.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+
+use dsec_launch::plan::Code;
+use dsec_launch::LaunchError;
+use rustix::event::epoll::{self, EventFlags};
+use rustix::net::{SendFlags, SocketFlags};
+use serde::Serialize;
+
+use super::{Server, Timer, Token, ACCEPT_REST_NS};
+use crate::proto::{self, Id, Nothing, Plain, Reply, Splitter};
+use crate::{info, util, warning};
+
+/// Connections at once.
+const MAX_CLIENTS: usize = 256;
+/// Requests of one client that are not answered yet.
+const MAX_IN_FLIGHT: usize = 16_384;
+/// Above this many unsent bytes no requests are read, and streams and results wait.
+pub const OUT_SOFT: usize = 1 << 20;
+/// Above this the client is cut off. Only unasked-for events can get here.
+const OUT_HARD: usize = 64 << 20;
+/// Read at once, and how often before others get their turn.
+const READ_BYTES: usize = 64 << 10;
+const READS: usize = 8;
+
+pub struct Client {
+    sock: OwnedFd,
+    splitter: Splitter,
+    out: VecDeque<Vec<u8>>,
+    /// How much of the first one is sent.
+    sent: usize,
+    pub out_bytes: usize,
+    interest: EventFlags,
+    pub hello: bool,
+    in_flight: usize,
+    /// Runs this client follows.
+    pub follows: BTreeSet<u64>,
+    pub subscribed: Option<Id>,
+}
+
+impl Server {
+    pub(super) fn accept(&mut self) {
+        loop {
+            match rustix::net::accept_with(&self.listen, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(sock) => self.welcome(sock),
+                Err(rustix::io::Errno::AGAIN) => return,
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
+                Err(e) => {
+                    // Descriptors ran out: the pending connection would wake us for ever.
+                    warning!("accept", error = e);
+                    self.unwatch(self.listen.as_fd());
+                    self.at(util::monotonic_ns() + ACCEPT_REST_NS, Timer::Accept);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn welcome(&mut self, sock: OwnedFd) {
+        let own = rustix::process::getuid();
+        let allowed = rustix::net::sockopt::socket_peercred(&sock)
+            .is_ok_and(|peer| peer.uid.is_root() || peer.uid == own);
+        if !allowed || self.clients.len() >= MAX_CLIENTS {
+            info!("client.refused", allowed = allowed, clients = self.clients.len());
+            return;
+        }
+        let index = self.index();
+        if self
+            .watch(sock.as_fd(), Token::Client(index), EventFlags::IN)
+            .is_err()
+        {
+            return;
+        }
+        self.clients.insert(
+            index,
+            Client {
+                sock,
+                splitter: Splitter::default(),
+                out: VecDeque::new(),
+                sent: 0,
+                out_bytes: 0,
+                interest: EventFlags::IN,
+                hello: false,
+                in_flight: 0,
+                follows: BTreeSet::new(),
+                subscribed: None,
+            },
+        );
+    }
+
+    pub(super) fn client_ready(&mut self, index: u64, flags: EventFlags) {
+        if flags.contains(EventFlags::OUT) {
+            self.flush_client(index);
+        }
+        let stuck = self.out_bytes(index).is_some_and(|n| n > OUT_SOFT);
+        if stuck && flags.intersects(EventFlags::HUP | EventFlags::ERR) {
+            // Not read from while it has too much to read: its end would be reported for ever.
+            self.drop_client(index, "closed unread");
+        } else if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) {
+            self.read_client(index);
+        }
+    }
+
+    fn read_client(&mut self, index: u64) {
+        let mut buf = [0u8; READ_BYTES];
+        for _ in 0..READS {
+            let Some(client) = self.clients.get_mut(&index) else {
+                return;
+            };
+            if client.out_bytes > OUT_SOFT {
+                break;
+            }
+            match rustix::io::read(&client.sock, &mut buf) {
+                Ok(0) => return self.drop_client(index, "closed"),
+                Ok(n) => client.splitter.push(&buf[..n]),
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => break,
+                Err(_) => return self.drop_client(index, "broken"),
+            }
+            self.take_frames(index);
+        }
+        self.take_frames(index);
+        self.update_interest(index);
+    }
+
+    /// Handles the whole frames there are, unless the client has too much to read already.
+    fn take_frames(&mut self, index: u64) {
+        loop {
+            let Some(client) = self.clients.get_mut(&index) else {
+                return;
+            };
+            if client.out_bytes > OUT_SOFT {
+                return;
+            }
+            match client.splitter.next() {
+                Ok(Some(body)) => self.frame(index, &body),
+                Ok(None) => return,
+                Err(_) => return self.drop_client(index, "frame too big"),
+            }
+        }
+    }
+
+    fn frame(&mut self, index: u64, body: &[u8]) {
+        let head = match proto::head(body) {
+            Ok(head) => head,
+            Err(why) => {
+                info!("client.garbage", why = why);
+                return self.drop_client(index, "garbage");
+            }
+        };
+        let Some(client) = self.clients.get_mut(&index) else {
+            return;
+        };
+        client.in_flight += 1;
+        if client.in_flight > MAX_IN_FLIGHT {
+            let err = LaunchError::new(Code::Limit, "too many requests of this connection in flight")
+                .with("limit", MAX_IN_FLIGHT as i64);
+            return self.answer(index, head.id, Err::<Nothing, _>(err));
+        }
+        self.request(index, head.id, &head.op, body);
+    }
+
+    /// The one answer of a request.
+    pub(super) fn answer<T: Serialize>(
+        &mut self,
+        client: u64,
+        id: Id,
+        result: Result<T, LaunchError>,
+    ) {
+        if let Some(c) = self.clients.get_mut(&client) {
+            c.in_flight = c.in_flight.saturating_sub(1);
+        }
+        let encoded = match &result {
+            Ok(ok) => proto::frame(&Reply::Ok { id, ok }),
+            Err(err) => proto::frame(&Plain::Err { id, err }),
+        };
+        match encoded {
+            Ok(frame) => self.push(client, frame),
+            Err(err) => {
+                if let Ok(frame) = proto::frame(&Plain::Err { id, err: &err }) {
+                    self.push(client, frame);
+                }
+            }
+        }
+    }
+
+    /// Queues a frame and sends what the socket takes.
+    pub(super) fn push(&mut self, index: u64, frame: Vec<u8>) {
+        let Some(client) = self.clients.get_mut(&index) else {
+            return;
+        };
+        client.out_bytes += frame.len();
+        client.out.push_back(frame);
+        if client.out_bytes > OUT_HARD {
+            return self.drop_client(index, "does not read");
+        }
+        // With more already waiting the socket is full; its readiness will come.
+        if client.out.len() == 1 && client.write().is_err() {
+            return self.drop_client(index, "broken");
+        }
+        self.update_interest(index);
+    }
+
+    fn flush_client(&mut self, index: u64) {
+        let Some(client) = self.clients.get_mut(&index) else {
+            return;
+        };
+        if client.write().is_err() {
+            return self.drop_client(index, "broken");
+        }
+        if client.out_bytes <= OUT_SOFT {
+            let follows: Vec<u64> = client.follows.iter().copied().collect();
+            self.take_frames(index);
+            for run in follows {
+                self.pump(run);
+            }
+        }
+        self.update_interest(index);
+    }
+
+    fn update_interest(&mut self, index: u64) {
+        let Some(client) = self.clients.get_mut(&index) else {
+            return;
+        };
+        let mut want = EventFlags::empty();
+        if client.out_bytes <= OUT_SOFT {
+            want |= EventFlags::IN;
+        }
+        if client.out_bytes > 0 {
+            want |= EventFlags::OUT;
+        }
+        if want != client.interest {
+            client.interest = want;
+            let _ = epoll::modify(&self.epoll, &client.sock, Token::Client(index).pack(), want);
+        }
+    }
+
+    pub(super) fn drop_client(&mut self, index: u64, why: &str) {
+        let Some(client) = self.clients.remove(&index) else {
+            return;
+        };
+        if why != "closed" {
+            info!("client.dropped", why = why, unsent = client.out_bytes);
+        }
+        self.unwatch(client.sock.as_fd());
+        drop(client.sock);
+        for run in client.follows {
+            self.reader_gone(run, index);
+        }
+    }
+
+    pub(super) fn out_bytes(&self, client: u64) -> Option<usize> {
+        self.clients.get(&client).map(|c| c.out_bytes)
+    }
+}
+
+impl Client {
+    fn write(&mut self) -> Result<(), rustix::io::Errno> {
+        while let Some(first) = self.out.front() {
+            match rustix::net::send(&self.sock, &first[self.sent..], SendFlags::NOSIGNAL) {
+                Ok(n) => {
+                    self.sent += n;
+                    self.out_bytes -= n;
+                    if self.sent == first.len() {
+                        self.sent = 0;
+                        self.out.pop_front();
+                    }
+                }
+                Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,343 @@
+//! The runtime: one thread owns all state and waits in epoll; what may block goes to worker threads.
+
+mod client;
+mod ending;
+mod link;
+mod ops;
+mod pool;
+mod recover;
+mod run;
+mod sandbox;
+mod start;
+mod stream;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use dsec_sys::io::inherited_fd;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::Timespec;
+
+use crate::args::Options;
+use crate::backend::Backend;
+use crate::kproto::ToKeeper;
+use crate::record::Records;
+use crate::util;
+use crate::{info, warning};
+
+use client::Client;
+use link::Link;
+use pool::{Pool, Results};
+use run::Run;
+use sandbox::Sandbox;
+
+/// Threads for creates, stops, layers: one that hangs on a bad disk must not stop the others.
+const WORKERS: usize = 8;
+/// Threads that launch runs.
+const LAUNCHERS: usize = 2;
+/// Events taken at once.
+const EVENTS: usize = 256;
+/// After a failed accept (descriptors ran out) the listening socket rests this long.
+const ACCEPT_REST_NS: u64 = 100_000_000;
+/// Descriptors kept free for clients, cgroup files and the like.
+const FD_RESERVE: u64 = 512;
+/// Like the keeper's, but the keeper is to survive it.
+const OOM_SCORE_ADJ: i32 = -900;
+
+/// What an epoll event is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Token {
+    Listen,
+    Keeper,
+    Finished,
+    Client(u64),
+    /// The init of a sandbox ended.
+    Init(u64),
+    /// The process of a run ended.
+    Process(u64),
+    /// The exec of a run succeeded or failed.
+    Status(u64),
+    Output(u64, usize),
+    Input(u64),
+    /// The last process of an ended run's tree is gone.
+    Emptied(u64),
+}
+
+impl Token {
+    fn pack(self) -> EventData {
+        let (kind, index) = match self {
+            Self::Listen => (0, 0),
+            Self::Keeper => (1, 0),
+            Self::Finished => (2, 0),
+            Self::Client(i) => (3, i),
+            Self::Init(i) => (4, i),
+            Self::Process(i) => (5, i),
+            Self::Status(i) => (6, i),
+            Self::Output(i, 0) => (7, i),
+            Self::Output(i, _) => (8, i),
+            Self::Input(i) => (9, i),
+            Self::Emptied(i) => (10, i),
+        };
+        EventData::new_u64(kind << 56 | index)
+    }
+
+    fn unpack(data: EventData) -> Option<Self> {
+        let raw = data.u64();
+        let index = raw & ((1 << 56) - 1);
+        Some(match raw >> 56 {
+            0 => Self::Listen,
+            1 => Self::Keeper,
+            2 => Self::Finished,
+            3 => Self::Client(index),
+            4 => Self::Init(index),
+            5 => Self::Process(index),
+            6 => Self::Status(index),
+            7 => Self::Output(index, 0),
+            8 => Self::Output(index, 1),
+            9 => Self::Input(index),
+            10 => Self::Emptied(index),
+            _ => return None,
+        })
+    }
+}
+
+/// What happens at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Timer {
+    /// A run's time is up.
+    Timeout(u64),
+    /// A sandbox had its time to end by itself.
+    Grace(u64),
+    /// A follower of an earlier runtime had its time to come back.
+    Hold(u64),
+    /// Job number, see `ops::Deadlines`.
+    Deadline(u64),
+    Accept,
+}
+
+struct Server {
+    backend: Arc<dyn Backend>,
+    link: Arc<Link>,
+    records: Records,
+    epoll: OwnedFd,
+    listen: OwnedFd,
+    results: Results,
+    workers: Pool,
+    launchers: Pool,
+    instance: String,
+    nofile: u64,
+    binary_sha256: Option<String>,
+    next_index: u64,
+    clients: HashMap<u64, Client>,
+    sandboxes: HashMap<u64, Sandbox>,
+    sandbox_ids: HashMap<String, u64>,
+    /// Ended sandboxes still known, oldest first.
+    ended: std::collections::VecDeque<u64>,
+    next_uid_base: u32,
+    runs: HashMap<u64, Run>,
+    run_ids: HashMap<(String, String), u64>,
+    /// Launched once, lost with the keeper.
+    unknown: HashSet<(String, String)>,
+    timers: BTreeMap<(u64, u64), Timer>,
+    /// Requests that are answered with `deadline` if their job takes too long.
+    deadlines: HashMap<u64, (u64, u64)>,
+    /// How this process is to end.
+    leave: Option<ToKeeper>,
+}
+
+/// Runs the runtime until it is told to stop or the keeper is gone.
+pub fn run(options: Options) -> io::Result<()> {
+    let (keeper, listen) = options
+        .fds
+        .and_then(|(k, l)| Some((inherited_fd(k)?, inherited_fd(l)?)))
+        .ok_or_else(|| io::Error::other("serve is started by the keeper"))?;
+    dsec_sys::io::unblock_signals()?;
+    // Without a keeper nothing that ends is ever collected: end with it, at once.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable)?;
+    let nofile = util::raise_nofile();
+    if let Err(e) = util::shield_from_oom(OOM_SCORE_ADJ) {
+        info!("oom_score_adj.refused", error = e);
+    }
+    let link = Link::new(keeper);
+    let inventory = link.inventory()?;
+    info!("runtime.start", pid = std::process::id(), items = inventory.items.len());
+    let backend = crate::open_backend(&options)?;
+    let results = Results::new()?;
+    let mut server = Server {
+        records: Records::open(&options.run_dir)?,
+        backend,
+        link: Arc::new(link),
+        epoll: epoll::create(CreateFlags::CLOEXEC)?,
+        listen,
+        workers: Pool::new("work", WORKERS, &results)?,
+        launchers: Pool::new("launch", LAUNCHERS, &results)?,
+        results,
+        instance: inventory.instance.clone(),
+        nofile: nofile.min(inventory.nofile),
+        binary_sha256: None,
+        next_index: 1,
+        clients: HashMap::new(),
+        sandboxes: HashMap::new(),
+        sandbox_ids: HashMap::new(),
+        ended: std::collections::VecDeque::new(),
+        next_uid_base: sandbox::UID_FIRST,
+        runs: HashMap::new(),
+        run_ids: HashMap::new(),
+        unknown: HashSet::new(),
+        timers: BTreeMap::new(),
+        deadlines: HashMap::new(),
+        leave: None,
+    };
+    server.recover(inventory.items)?;
+    server.watch(server.link.fd(), Token::Keeper, EventFlags::IN)?;
+    server.watch(server.results.fd(), Token::Finished, EventFlags::IN)?;
+    server.watch(server.listen.as_fd(), Token::Listen, EventFlags::IN)?;
+    server.link.say(&ToKeeper::Ready)?;
+    info!("runtime.ready", sandboxes = server.sandboxes.len(), runs = server.runs.len());
+    server.serve()
+}
+
+impl Server {
+    fn serve(&mut self) -> io::Result<()> {
+        let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
+        loop {
+            events.clear();
+            let timeout = self.next_timeout();
+            match epoll::wait(
+                &self.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            ) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+            for event in &events {
+                if let Some(token) = Token::unpack(event.data) {
+                    if !self.event(token, event.flags)? {
+                        return Ok(());
+                    }
+                }
+            }
+            self.run_timers();
+            if let Some(last) = self.leave.take() {
+                info!("runtime.end", how = format!("{last:?}"));
+                return self.link.say(&last);
+            }
+        }
+    }
+
+    /// `false`: the keeper is gone.
+    fn event(&mut self, token: Token, flags: EventFlags) -> io::Result<bool> {
+        match token {
+            Token::Listen => self.accept(),
+            Token::Keeper => return self.keeper_speaks(),
+            Token::Finished => {
+                for finish in self.results.take() {
+                    finish(self);
+                }
+            }
+            Token::Client(i) => self.client_ready(i, flags),
+            Token::Init(i) => self.init_ready(i),
+            Token::Process(i) => self.process_ready(i),
+            Token::Status(i) => self.status_ready(i),
+            Token::Output(i, s) => self.output_ready(i, s),
+            Token::Input(i) => self.input_ready(i),
+            Token::Emptied(i) => self.tree_emptied(i),
+        }
+        Ok(true)
+    }
+
+    fn keeper_speaks(&mut self) -> io::Result<bool> {
+        use crate::kproto::ToRuntime;
+        let Some(messages) = self.link.receive()? else {
+            return Ok(false);
+        };
+        for message in messages {
+            match message {
+                ToRuntime::Exit { key, ending } => self.fallen(&key, ending),
+                ToRuntime::Full { key } => {
+                    warning!("keeper.full", key = key);
+                    self.keeper_refused(&key);
+                }
+                ToRuntime::Item { .. } | ToRuntime::End { .. } => {}
+            }
+        }
+        Ok(true)
+    }
+
+    fn index(&mut self) -> u64 {
+        self.next_index += 1;
+        self.next_index
+    }
+
+    fn watch(&self, fd: BorrowedFd<'_>, token: Token, flags: EventFlags) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, fd, token.pack(), flags)?)
+    }
+
+    /// A descriptor that is closed everywhere leaves by itself, but the keeper holds copies of ours: an
+    /// event for a closed number would come for ever.
+    fn unwatch(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    fn at(&mut self, when_ns: u64, timer: Timer) -> (u64, u64) {
+        let key = (when_ns, self.index());
+        self.timers.insert(key, timer);
+        key
+    }
+
+    fn next_timeout(&self) -> Option<Timespec> {
+        let ((when, _), _) = self.timers.first_key_value()?;
+        let wait = when.saturating_sub(util::monotonic_ns());
+        Some(Timespec {
+            tv_sec: i64::try_from(wait / 1_000_000_000).unwrap_or(i64::MAX),
+            tv_nsec: (wait % 1_000_000_000) as _,
+        })
+    }
+
+    fn run_timers(&mut self) {
+        let now = util::monotonic_ns();
+        while let Some(entry) = self.timers.first_entry() {
+            if entry.key().0 > now {
+                return;
+            }
+            match entry.remove() {
+                Timer::Timeout(i) => self.timed_out(i),
+                Timer::Grace(i) => self.grace_over(i),
+                Timer::Hold(i) => self.hold_over(i),
+                Timer::Deadline(job) => self.deadline_passed(job),
+                Timer::Accept => {
+                    let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_come_back() {
+        for token in [
+            Token::Listen,
+            Token::Keeper,
+            Token::Finished,
+            Token::Client(5),
+            Token::Init(1 << 40),
+            Token::Process(7),
+            Token::Status(8),
+            Token::Output(9, 0),
+            Token::Output(9, 1),
+            Token::Input(3),
+            Token::Emptied(2),
+        ] {
+            assert_eq!(Token::unpack(token.pack()), Some(token));
+        }
+        assert_eq!(Token::unpack(EventData::new_u64(u64::MAX)), None);
+    }
+}

@@ -1,0 +1,332 @@
+//! What an earlier runtime, or an earlier keeper, has left: found again, or ended cleanly.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::epoll::EventFlags;
+use rustix::process::{pidfd_open, Pid, PidfdFlags};
+
+use super::link::Held;
+use super::run::{self, Feed, Meta, Run, Stream};
+use super::sandbox::{init_key, Parent, Phase, Sandbox};
+use super::{Server, Timer, Token};
+use crate::record::{Record, Stage};
+use crate::{info, util, warning};
+
+/// For what is to be removed before anything new is made.
+const CLEAN_DEADLINE: Duration = Duration::from_secs(20);
+/// A follower of the earlier runtime has this long to come back before its run falls back to capture.
+const HOLD_NS: u64 = 10_000_000_000;
+
+impl Server {
+    pub(super) fn recover(&mut self, items: Vec<(String, Held)>) -> io::Result<()> {
+        let (mut inits, mut runs) = (Vec::new(), Vec::new());
+        for (key, held) in items {
+            if key.starts_with("init/") {
+                inits.push((key, held));
+            } else {
+                runs.push((key, held));
+            }
+        }
+        let (records, broken) = self.records.load()?;
+        for name in broken {
+            // What it named is a stranger below, and is removed as one.
+            warning!("recover.record", name = name);
+            let _ = self.records.remove(&name);
+        }
+        let mut ended = Vec::new();
+        for record in records {
+            let key = init_key(&record.id);
+            let at = inits.iter().position(|(k, _)| *k == key);
+            let held = at.map(|i| inits.swap_remove(i).1);
+            self.recover_sandbox(record, held, &mut ended);
+        }
+        for (key, held) in inits {
+            let _ = self.link.del(&key, held.fds.len() as u64);
+        }
+        ended.sort_unstable();
+        for (_, index) in ended {
+            self.remember_ended(index);
+        }
+        for (key, held) in runs {
+            self.recover_run(&key, held);
+        }
+        self.recover_marks()?;
+        self.remove_strangers();
+        self.end_what_died();
+        Ok(())
+    }
+
+    fn recover_sandbox(&mut self, record: Record, held: Option<Held>, ended: &mut Vec<(u64, u64)>) {
+        match record.stage {
+            Stage::Creating => {
+                info!("recover.half_made", id = record.id);
+                if let Err(e) = self.backend.remove(&record, CLEAN_DEADLINE) {
+                    // The record stays, so that the next runtime tries again.
+                    warning!("recover.remove", id = record.id, error = e);
+                    return;
+                }
+                let _ = self.records.remove(&record.id);
+                if let Some(held) = held {
+                    let _ = self
+                        .link
+                        .del(&init_key(&record.id), held.fds.len() as u64);
+                }
+            }
+            Stage::Ended => {
+                let ended_ns = record.ended_ns;
+                let sandbox = Sandbox::new(record, Phase::Ended, Parent::Stranger);
+                let index = self.add_sandbox(sandbox);
+                ended.push((ended_ns, index));
+            }
+            Stage::Running => self.recover_running(record, held),
+        }
+    }
+
+    fn add_sandbox(&mut self, sandbox: Sandbox) -> u64 {
+        let index = self.index();
+        self.sandbox_ids.insert(sandbox.record.id.clone(), index);
+        self.sandboxes.insert(index, sandbox);
+        index
+    }
+
+    fn recover_running(&mut self, record: Record, held: Option<Held>) {
+        let parent = if held.is_some() {
+            Parent::Keeper
+        } else {
+            Parent::Stranger
+        };
+        let place = self.backend.find(&record);
+        let mut sandbox = Sandbox::new(record, Phase::Running, parent);
+        let ending = held.as_ref().and_then(|h| h.ending);
+        sandbox.init = held
+            .and_then(|mut h| h.fds.remove(run::PIDFD))
+            .or_else(|| find_process(&sandbox.record))
+            .map(Arc::new);
+        match place {
+            Ok(place) => sandbox.place = Some(place),
+            Err(e) => info!("recover.find", id = sandbox.record.id, error = e),
+        }
+        let record = &sandbox.record;
+        sandbox.init_ended =
+            ending.is_some() || !util::alive(record.init_pid, record.init_start);
+        info!("recover.sandbox", id = record.id, ended = sandbox.init_ended);
+        let index = self.add_sandbox(sandbox);
+        let Some(s) = self.sandboxes.get_mut(&index) else {
+            return;
+        };
+        if let Some(e) = ending {
+            s.record.exit = None;
+            let id = s.record.id.clone();
+            // Noted now, acted upon when the runs are known too.
+            info!("recover.init_ended", id = id, code = e.code.unwrap_or(-1));
+        }
+        if s.parent == Parent::Stranger && !s.init_ended {
+            if let Some(init) = s.init.clone() {
+                if let Err(e) = self.watch(init.as_fd(), Token::Init(index), EventFlags::IN) {
+                    warning!("recover.watch", error = e);
+                }
+            }
+        }
+    }
+
+    fn recover_run(&mut self, key: &str, mut held: Held) {
+        let name = key
+            .strip_prefix("run/")
+            .and_then(|k| k.split_once('/'))
+            .map(|(s, r)| (s.to_owned(), r.to_owned()));
+        let meta: Option<Meta> = rmp_serde::from_slice(&held.meta).ok();
+        let sandbox = name.as_ref().and_then(|(s, _)| self.sandbox_ids.get(s));
+        let sandbox = sandbox.copied().filter(|i| {
+            self.sandboxes
+                .get(i)
+                .is_some_and(|s| s.phase != Phase::Ended)
+        });
+        let (Some((sandbox_id, id)), Some(meta), Some(sandbox)) = (name, meta, sandbox) else {
+            info!("recover.drop_run", key = key);
+            let _ = self.link.del(key, held.fds.len() as u64);
+            return;
+        };
+        let place = self.sandboxes.get(&sandbox).and_then(|s| s.place.clone());
+        let leaf = place.and_then(|p| p.find_run(&id));
+        let mut stream = |s: usize| -> Stream {
+            let pipe = held.fds.remove(run::PIPES[s]);
+            let segment = held.fds.remove(run::SEGMENTS[s]);
+            let mut stream = Stream {
+                kept_pipe: pipe.is_some(),
+                kept_segment: segment.is_some(),
+                pipe,
+                segment,
+                ..Stream::default()
+            };
+            if let Err(e) = stream.recovered(meta.head_bytes) {
+                warning!("recover.segment", key = key, error = e);
+            }
+            if let Some(outcome) = &meta.outcome {
+                stream.total = outcome.totals[s];
+            }
+            stream
+        };
+        let streams = [stream(0), stream(1)];
+        let kept_others = held.fds.len() as u64;
+        let feed = held
+            .fds
+            .remove(run::STDIN_PIPE)
+            .zip(held.fds.remove(run::STDIN_FILE))
+            .map(|(pipe, file)| Feed { pipe, file });
+        let status = held.fds.remove(run::STATUS);
+        let run = Run {
+            sandbox,
+            sandbox_id,
+            id,
+            leaf,
+            pid: held.pid,
+            pidfd: held.fds.remove(run::PIDFD),
+            adopted: true,
+            exec_done: status.is_none(),
+            status,
+            streams,
+            feed,
+            readers: Vec::new(),
+            // A result that was on its way may not have arrived.
+            delivered: false,
+            timer: None,
+            hold: meta.streamed && meta.outcome.is_none(),
+            emptied: None,
+            failure: None,
+            kept_others,
+            meta,
+        };
+        self.add_run(run, held.ending);
+    }
+
+    fn add_run(&mut self, run: Run, ending: Option<crate::kproto::Fallen>) {
+        let index = self.index();
+        if !run.meta.forgotten {
+            self.run_ids
+                .insert((run.sandbox_id.clone(), run.id.clone()), index);
+            if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
+                s.runs.insert(run.id.clone(), index);
+            }
+        }
+        let (launched, done, hold) = (run.pid.is_some(), run.done(), run.hold);
+        let marked = run.meta.marked.is_some();
+        self.runs.insert(index, run);
+        if !launched && !done {
+            // It was put, and whether it was cloned is not known: whatever there is of it is killed.
+            return self.lost(index);
+        }
+        if let Err(e) = self.watch_run(index) {
+            warning!("recover.watch", error = e);
+        }
+        if done {
+            self.tree_emptied(index);
+            return self.forget_if_over(index);
+        }
+        self.arm_timeout(index);
+        if hold {
+            let when = util::monotonic_ns() + HOLD_NS;
+            self.at(when, Timer::Hold(index));
+        }
+        if let Some(ending) = ending {
+            self.end_run(index, ending, false);
+        } else if marked {
+            // The mark was noted; the kill may not have happened.
+            self.kill_again(index);
+        }
+    }
+
+    fn kill_again(&mut self, index: u64) {
+        let signal = self
+            .runs
+            .get(&index)
+            .and_then(|r| r.meta.marked)
+            .map(|(_, signal)| signal);
+        if signal == Some(0) {
+            self.kill_tree(index);
+        }
+    }
+
+    /// A mark without an entry: the keeper that knew the run is gone.
+    fn recover_marks(&mut self) -> io::Result<()> {
+        for (sandbox, run) in self.records.marked_runs()? {
+            let name = (sandbox, run);
+            if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
+                continue;
+            }
+            let place = self
+                .sandbox_ids
+                .get(&name.0)
+                .and_then(|i| self.sandboxes.get(i))
+                .filter(|s| s.phase != Phase::Ended)
+                .map(|s| s.place.clone());
+            let Some(place) = place else {
+                let _ = self.records.unmark_run(&name.0, &name.1);
+                continue;
+            };
+            if let Some(leaf) = place.and_then(|p| p.find_run(&name.1)) {
+                let _ = leaf.kill();
+            }
+            info!("recover.unknown", sandbox = name.0, run = name.1);
+            self.unknown.insert(name);
+        }
+        self.remove_stray_leaves();
+        Ok(())
+    }
+
+    /// Cgroups of runs that nobody knows: of unknown runs, and of forgotten ones with a leftover.
+    fn remove_stray_leaves(&mut self) {
+        for s in self.sandboxes.values() {
+            let Some(place) = &s.place else { continue };
+            for run in place.runs().unwrap_or_default() {
+                let known = s.runs.contains_key(&run);
+                let name = (s.record.id.clone(), run);
+                if known || self.runs.values().any(|r| r.sandbox_id == name.0 && r.id == name.1) {
+                    continue;
+                }
+                if let Some(leaf) = place.find_run(&name.1) {
+                    if self.unknown.contains(&name) {
+                        let _ = leaf.kill();
+                    }
+                    let _ = leaf.remove();
+                }
+            }
+        }
+    }
+
+    /// What belongs to no record: half made or half removed by someone who died.
+    fn remove_strangers(&self) {
+        let live = self.sandboxes.values().filter(|s| s.phase != Phase::Ended);
+        let known: Vec<String> = live.map(|s| s.record.id.clone()).collect();
+        match self.backend.remove_strangers(&known, CLEAN_DEADLINE) {
+            Ok(removed) => {
+                for what in removed {
+                    info!("recover.removed", what = what);
+                }
+            }
+            Err(e) => warning!("recover.strangers", error = e),
+        }
+    }
+
+    fn end_what_died(&mut self) {
+        let dead: Vec<u64> = self
+            .sandboxes
+            .iter()
+            .filter(|(_, s)| s.phase == Phase::Running && s.init_ended)
+            .map(|(i, _)| *i)
+            .collect();
+        for index in dead {
+            self.begin_stop(index, "lost", 0);
+        }
+    }
+}
+
+/// The init of a record, if it is still that process.
+fn find_process(record: &Record) -> Option<OwnedFd> {
+    let pid = Pid::from_raw(record.init_pid)?;
+    let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    // Asked after opening: the descriptor and the start time are of the same process.
+    util::alive(record.init_pid, record.init_start).then_some(fd)
+}

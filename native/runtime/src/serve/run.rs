@@ -1,0 +1,164 @@
+//! A run and what of it is in the keeper.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use dsec_launch::LaunchError;
+use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
+
+use crate::backend::Leaf;
+use crate::proto::{Cause, Id, ResultUsage};
+
+/// Names of a run's descriptors in the keeper.
+pub const PIPES: [&str; 2] = ["o1", "o2"];
+pub const SEGMENTS: [&str; 2] = ["s1", "s2"];
+pub const STDIN_PIPE: &str = "in";
+pub const STDIN_FILE: &str = "inf";
+pub const STATUS: &str = "st";
+pub const PIDFD: &str = "pf";
+
+/// Output up to this size is kept with the result itself instead of in a descriptor.
+pub const INLINE_MAX: u64 = 4 << 10;
+
+pub const META_VERSION: u32 = 1;
+
+/// Kept by the keeper with the descriptors: what a new runtime needs to carry on.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Meta {
+    pub version: u32,
+    pub started_ns: u64,
+    pub started_mono_ns: u64,
+    pub timeout_ms: u64,
+    pub head_bytes: u64,
+    pub tail_bytes: u64,
+    /// Counters of the sandbox before the run, to tell what happened during it.
+    pub base_oom: u64,
+    pub base_pids: u64,
+    /// The cause it was killed for, and the signal (0: the whole tree), noted before the kill.
+    pub marked: Option<(Cause, i32)>,
+    pub outcome: Option<Outcome>,
+    /// Someone followed its output as it came: after a restart nothing is dropped until they are back.
+    pub streamed: bool,
+    /// The client does not want the result any more; only a leftover's pipe is still drained.
+    pub forgotten: bool,
+}
+
+/// The final state, noted before the process is reaped.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Outcome {
+    pub exit_code: Option<i32>,
+    pub signal: Option<i32>,
+    pub cause: Cause,
+    pub limits_hit: Vec<String>,
+    pub duration_ns: u64,
+    pub usage: ResultUsage,
+    pub leftover: u64,
+    pub totals: [u64; 2],
+    /// Whole output of a stream when it is small; otherwise it is in the segment.
+    pub inline: [Option<ByteBuf>; 2],
+}
+
+/// One of the two outputs.
+#[derive(Debug, Default)]
+pub struct Stream {
+    pub pipe: Option<OwnedFd>,
+    /// Whether the pipe is watched. Not watching means taking it out of epoll: a pipe whose writers are
+    /// gone reports that even when nothing was asked for.
+    pub watched: bool,
+    /// Holds everything that has left the pipe at its own offset; the middle may be a hole.
+    pub segment: Option<OwnedFd>,
+    pub total: u64,
+    /// End of the hole, which starts at the end of the head.
+    pub hole_end: u64,
+    /// The descriptors in the keeper.
+    pub kept_pipe: bool,
+    pub kept_segment: bool,
+}
+
+/// Someone who waits for a run.
+#[derive(Debug)]
+pub struct Reader {
+    pub client: u64,
+    pub request: Id,
+    /// Wants `out` events.
+    pub stream: bool,
+    pub pos: [u64; 2],
+    pub credit: u64,
+    pub told_started: bool,
+}
+
+/// Standard input that did not fit the pipe at once.
+#[derive(Debug)]
+pub struct Feed {
+    pub pipe: OwnedFd,
+    pub file: OwnedFd,
+}
+
+pub struct Run {
+    pub sandbox: u64,
+    pub sandbox_id: String,
+    pub id: String,
+    pub meta: Meta,
+    pub leaf: Option<Arc<dyn Leaf>>,
+    pub pid: Option<i32>,
+    pub pidfd: Option<OwnedFd>,
+    /// It fell to the keeper, which reaps it and tells.
+    pub adopted: bool,
+    pub status: Option<OwnedFd>,
+    pub exec_done: bool,
+    pub streams: [Stream; 2],
+    pub feed: Option<Feed>,
+    pub readers: Vec<Reader>,
+    pub delivered: bool,
+    pub timer: Option<(u64, u64)>,
+    /// The pipes are left alone until a follower of an earlier runtime is back, or its time is up.
+    pub hold: bool,
+    /// Watches an ended run's cgroup until its last process is gone.
+    pub emptied: Option<OwnedFd>,
+    /// The ending, seen before the exec status was read.
+    pub failure: Option<LaunchError>,
+    /// Descriptors of this run the keeper holds, beside those of the streams.
+    pub kept_others: u64,
+}
+
+impl Run {
+    pub fn key(&self) -> String {
+        key(&self.sandbox_id, &self.id)
+    }
+
+    pub fn done(&self) -> bool {
+        self.meta.outcome.is_some()
+    }
+
+    pub fn state(&self) -> &'static str {
+        match (self.done(), self.exec_done) {
+            (true, _) => "done",
+            (false, true) => "running",
+            (false, false) => "launching",
+        }
+    }
+
+    /// Descriptors the keeper holds for this run.
+    pub fn kept(&self) -> u64 {
+        let streams = self.streams.iter();
+        let kept: u64 = streams
+            .map(|s| u64::from(s.kept_pipe) + u64::from(s.kept_segment))
+            .sum();
+        kept + self.kept_others
+    }
+
+    pub fn encoded(&self) -> ByteBuf {
+        encode(&self.meta)
+    }
+}
+
+/// The entry of a run in the keeper.
+pub fn key(sandbox: &str, run: &str) -> String {
+    format!("run/{sandbox}/{run}")
+}
+
+pub fn encode(meta: &Meta) -> ByteBuf {
+    // Numbers, short strings and bytes: there is nothing in it that cannot be encoded.
+    ByteBuf::from(rmp_serde::to_vec_named(meta).unwrap_or_default())
+}

@@ -1,0 +1,462 @@
+//! Launching: everything a run needs is in the keeper before it is launched.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use dsec_launch::launcher::Entered;
+use dsec_launch::plan::{Code, Step};
+use dsec_launch::{LaunchError, RunPlan};
+use dsec_sys::io::{wait_child, Who};
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::pipe::PipeFlags;
+
+use super::link::Link;
+use super::run::{self, Feed, Meta, Reader, Run, Stream};
+use super::sandbox::Phase;
+use super::{Server, Timer, Token, FD_RESERVE};
+use crate::backend::{Leaf, Place};
+use crate::kproto::Put;
+use crate::proto::{self, Follow, Id, Nothing};
+use crate::{fail, info, util};
+
+/// Runs of one sandbox, ended ones that are kept included.
+const MAX_RUNS: usize = 4096;
+/// Descriptors a run may need here, beside those in the keeper.
+const FDS_PER_RUN: u64 = 8;
+/// How long a killed process may take to go.
+const UNDO_WAIT: Timespec = Timespec {
+    tv_sec: 5,
+    tv_nsec: 0,
+};
+/// What a pipe takes at once.
+const PIPE_BYTES: usize = 64 << 10;
+
+/// The child's ends.
+struct Stdio {
+    stdin: OwnedFd,
+    stdout: OwnedFd,
+    stderr: OwnedFd,
+}
+
+/// Our ends.
+struct Pipes {
+    out: [OwnedFd; 2],
+    feed: Option<Feed>,
+}
+
+impl Server {
+    /// `run.start`.
+    pub(super) fn run_start(&mut self, client: u64, id: Id, plan: RunPlan, follow: Follow) {
+        match self.try_start(client, id, plan, follow) {
+            Ok(()) => {}
+            Err(err) => self.answer(client, id, Err::<Nothing, _>(err)),
+        }
+    }
+
+    fn try_start(
+        &mut self,
+        client: u64,
+        id: Id,
+        plan: RunPlan,
+        follow: Follow,
+    ) -> Result<(), LaunchError> {
+        proto::check_run(&plan)?;
+        let name = (plan.sandbox.clone(), plan.run.clone());
+        if let Some(&index) = self.run_ids.get(&name) {
+            self.follow(index, client, id, &follow);
+            return Ok(());
+        }
+        if self.unknown.contains(&name) {
+            return Err(unknown(&plan.run));
+        }
+        let sandbox_index = self.sandbox_index(&plan.sandbox)?;
+        let place = self.running_place(sandbox_index)?;
+        self.check_room(sandbox_index)?;
+        let init = self.init_fd(sandbox_index)?;
+        let index = self.index();
+        let (stdio, pipes) = make_pipes(&plan.stdin).step("run.pipes")?;
+        let run = self.new_run(sandbox_index, &plan, &follow, pipes);
+        self.records
+            .mark_run(&plan.sandbox, &plan.run)
+            .step("run.mark")?;
+        fail::at("run.marked")?;
+        if let Err(err) = self.keep_new(&run) {
+            let _ = self.records.unmark_run(&plan.sandbox, &plan.run);
+            return Err(err);
+        }
+        fail::at("run.put")?;
+        self.run_ids.insert(name.clone(), index);
+        if let Some(s) = self.sandboxes.get_mut(&sandbox_index) {
+            s.runs.insert(name.1, index);
+        }
+        self.runs.insert(index, run);
+        self.arm_timeout(index);
+        self.follow(index, client, id, &follow);
+        self.launch(index, plan, stdio, place, init);
+        Ok(())
+    }
+
+    fn check_room(&mut self, sandbox: u64) -> Result<(), LaunchError> {
+        self.drop_old_results(sandbox);
+        let limit = |message: &str, limit: u64| {
+            LaunchError::new(Code::Limit, message)
+                .with("limit", i64::try_from(limit).unwrap_or(i64::MAX))
+        };
+        let here = self.sandboxes.get(&sandbox).map_or(0, |s| s.runs.len());
+        if here >= MAX_RUNS {
+            return Err(limit("too many runs in this sandbox; forget some", MAX_RUNS as u64));
+        }
+        let own = (self.runs.len() as u64 + 1) * FDS_PER_RUN
+            + self.sandboxes.len() as u64
+            + self.clients.len() as u64;
+        if own.max(self.link.held()) + FD_RESERVE > self.nofile {
+            return Err(limit("no descriptors left for another run", self.nofile));
+        }
+        Ok(())
+    }
+
+    fn new_run(&self, sandbox: u64, plan: &RunPlan, follow: &Follow, pipes: Pipes) -> Run {
+        let [out, err] = pipes.out;
+        let stream = |pipe| Stream {
+            pipe: Some(pipe),
+            kept_pipe: true,
+            ..Stream::default()
+        };
+        Run {
+            sandbox,
+            sandbox_id: plan.sandbox.clone(),
+            id: plan.run.clone(),
+            meta: Meta {
+                version: run::META_VERSION,
+                started_ns: util::realtime_ns(),
+                started_mono_ns: util::monotonic_ns(),
+                timeout_ms: plan.timeout_ms,
+                head_bytes: plan.head_bytes,
+                tail_bytes: plan.tail_bytes,
+                base_oom: 0,
+                base_pids: 0,
+                marked: None,
+                outcome: None,
+                streamed: follow.stream,
+                forgotten: false,
+            },
+            leaf: None,
+            pid: None,
+            pidfd: None,
+            adopted: false,
+            status: None,
+            exec_done: false,
+            streams: [stream(out), stream(err)],
+            kept_others: pipes.feed.as_ref().map_or(0, |_| 2),
+            feed: pipes.feed,
+            readers: Vec::new(),
+            delivered: false,
+            timer: None,
+            hold: false,
+            emptied: None,
+            failure: None,
+        }
+    }
+
+    fn keep_new(&self, run: &Run) -> Result<(), LaunchError> {
+        let mut put = Put {
+            key: run.key(),
+            meta: Some(run.encoded()),
+            ..Put::default()
+        };
+        let mut fds = Vec::new();
+        for (name, stream) in run::PIPES.iter().zip(&run.streams) {
+            if let Some(pipe) = &stream.pipe {
+                put.add.push((*name).to_owned());
+                fds.push(pipe.as_fd());
+            }
+        }
+        if let Some(feed) = &run.feed {
+            put.add.push(run::STDIN_PIPE.to_owned());
+            put.add.push(run::STDIN_FILE.to_owned());
+            fds.push(feed.pipe.as_fd());
+            fds.push(feed.file.as_fd());
+        }
+        self.link.put(put, &fds).step("run.put")
+    }
+
+    pub(super) fn arm_timeout(&mut self, index: u64) {
+        let Some(run) = self.runs.get(&index) else {
+            return;
+        };
+        if run.meta.timeout_ms == 0 || run.done() {
+            return;
+        }
+        let span = run.meta.timeout_ms.saturating_mul(1_000_000);
+        let when = run.meta.started_mono_ns.saturating_add(span);
+        let timer = self.at(when, Timer::Timeout(index));
+        if let Some(run) = self.runs.get_mut(&index) {
+            run.timer = Some(timer);
+        }
+    }
+
+    fn launch(
+        &mut self,
+        index: u64,
+        plan: RunPlan,
+        stdio: Stdio,
+        place: Arc<dyn Place>,
+        init: Arc<OwnedFd>,
+    ) {
+        let Some(run) = self.runs.get(&index) else {
+            return;
+        };
+        let (link, meta) = (Arc::clone(&self.link), run.meta.clone());
+        self.launchers.run(move || {
+            let done = launch_in_worker(&plan, &stdio, &*place, init.as_fd(), &link, meta);
+            Box::new(move |server: &mut Server| server.launched(index, done))
+        });
+    }
+
+    fn launched(&mut self, index: u64, done: Result<Launched, LaunchError>) {
+        let done = match done {
+            Ok(done) => done,
+            Err(err) => return self.launch_failed(index, err),
+        };
+        let Some(run) = self.runs.get_mut(&index) else {
+            // Forgotten while it was being launched.
+            let _ = done.leaf.kill();
+            return;
+        };
+        let kill = run.meta.marked;
+        run.meta = Meta {
+            marked: kill,
+            ..done.meta
+        };
+        run.kept_others += 2;
+        run.leaf = Some(done.leaf);
+        run.pid = Some(done.entered.pid);
+        run.pidfd = Some(done.entered.pidfd);
+        run.status = Some(done.entered.status);
+        let stopping = self
+            .sandboxes
+            .get(&run.sandbox)
+            .map_or(true, |s| s.phase != Phase::Running);
+        if let Err(err) = self.watch_run(index) {
+            info!("run.watch", error = err);
+        }
+        if kill.is_some() || stopping {
+            self.keep_meta(index);
+            self.kill_tree(index);
+        }
+    }
+
+    /// Watches everything of a run that is there.
+    pub(super) fn watch_run(&mut self, index: u64) -> io::Result<()> {
+        let Some(run) = self.runs.get(&index) else {
+            return Ok(());
+        };
+        if let Some(fd) = &run.status {
+            self.watch(fd.as_fd(), Token::Status(index), EventFlags::IN)?;
+        }
+        if let (Some(fd), false, false) = (&run.pidfd, run.adopted, run.done()) {
+            self.watch(fd.as_fd(), Token::Process(index), EventFlags::IN)?;
+        }
+        if let Some(feed) = &run.feed {
+            self.watch(feed.pipe.as_fd(), Token::Input(index), EventFlags::OUT)?;
+        }
+        self.watch_output(index);
+        Ok(())
+    }
+
+    /// The exec of a run has succeeded or failed.
+    pub(super) fn status_ready(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(status) = run.status.take() else {
+            return;
+        };
+        self.unwatch(status.as_fd());
+        let failure = dsec_launch::launcher::read_status(status.as_fd());
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        run.exec_done = true;
+        match failure {
+            Some(err) => {
+                // Said when the process has been reaped: nothing of it is left then.
+                run.failure = Some(err);
+            }
+            None => self.pump(index),
+        }
+    }
+
+    /// Nothing runs: whoever waits is told, and the id is free again.
+    pub(super) fn launch_failed(&mut self, index: u64, err: LaunchError) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        if let Some(leaf) = &run.leaf {
+            let _ = leaf.remove();
+        }
+        let readers = std::mem::take(&mut run.readers);
+        self.remove_run(index);
+        for reader in readers {
+            self.unfollow(reader.client, index);
+            self.answer(reader.client, reader.request, Err::<Nothing, _>(err.clone()));
+        }
+    }
+
+    /// Adds a reader; it is served at once with what is there.
+    pub(super) fn follow(&mut self, index: u64, client: u64, id: Id, follow: &Follow) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        run.readers.push(Reader {
+            client,
+            request: id,
+            stream: follow.stream,
+            pos: follow.offsets,
+            credit: follow.window,
+            told_started: false,
+        });
+        if let Some(c) = self.clients.get_mut(&client) {
+            c.follows.insert(index);
+        }
+        if follow.stream {
+            self.streamed(index);
+        }
+        self.pump(index);
+    }
+}
+
+impl Server {
+    /// Notes that somebody follows the output as it comes.
+    fn streamed(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        run.hold = false;
+        if !run.meta.streamed && !run.done() {
+            run.meta.streamed = true;
+            self.keep_meta(index);
+        }
+    }
+}
+
+struct Launched {
+    entered: Entered,
+    leaf: Arc<dyn Leaf>,
+    meta: Meta,
+}
+
+/// Makes the cgroup, starts the program, and tells the keeper its number at once.
+fn launch_in_worker(
+    plan: &RunPlan,
+    stdio: &Stdio,
+    place: &dyn Place,
+    init: BorrowedFd<'_>,
+    link: &Link,
+    mut meta: Meta,
+) -> Result<Launched, LaunchError> {
+    let leaf = place.create_run(&plan.run, plan.memory_cgroup)?;
+    let before = leaf.usage().unwrap_or_default();
+    meta.base_oom = before.oom_kills;
+    meta.base_pids = before.pids_max_events;
+    let fds = [stdio.stdin.as_fd(), stdio.stdout.as_fd(), stdio.stderr.as_fd()];
+    let entered = match place.enter(plan, fds, &*leaf, init) {
+        Ok(entered) => entered,
+        Err(err) => {
+            let _ = leaf.kill();
+            let _ = leaf.remove();
+            return Err(err);
+        }
+    };
+    match keep_started(plan, link, &meta, &entered) {
+        Ok(()) => Ok(Launched {
+            entered,
+            leaf,
+            meta,
+        }),
+        Err(err) => {
+            undo(&*leaf, &entered);
+            Err(err)
+        }
+    }
+}
+
+fn keep_started(
+    plan: &RunPlan,
+    link: &Link,
+    meta: &Meta,
+    entered: &Entered,
+) -> Result<(), LaunchError> {
+    fail::at("run.cloned")?;
+    let put = Put {
+        key: run::key(&plan.sandbox, &plan.run),
+        meta: Some(run::encode(meta)),
+        pid: Some(entered.pid),
+        add: vec![run::STATUS.to_owned(), run::PIDFD.to_owned()],
+        close: Vec::new(),
+    };
+    let fds = [entered.status.as_fd(), entered.pidfd.as_fd()];
+    link.put(put, &fds).step("run.put_pid")?;
+    fail::at("run.put_pid")
+}
+
+/// Ends and collects a process that was started but could not be noted.
+fn undo(leaf: &dyn Leaf, entered: &Entered) {
+    let _ = leaf.kill();
+    let _ = rustix::process::pidfd_send_signal(&entered.pidfd, rustix::process::Signal::KILL);
+    let mut poll = [PollFd::new(&entered.pidfd, PollFlags::IN)];
+    let _ = rustix::event::poll(&mut poll, Some(&UNDO_WAIT));
+    let _ = wait_child(Who::PidFd(entered.pidfd.as_fd()), true);
+    let _ = leaf.remove();
+}
+
+pub(super) fn unknown(run: &str) -> LaunchError {
+    LaunchError::new(
+        Code::Unknown,
+        format!("run {run} was launched, and its ending was lost with the keeper or the runtime"),
+    )
+}
+
+fn make_pipes(stdin: &[u8]) -> io::Result<(Stdio, Pipes)> {
+    let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC);
+    let (out, stdout) = pipe()?;
+    let (err, stderr) = pipe()?;
+    let (stdin, feed) = make_stdin(stdin)?;
+    Ok((
+        Stdio {
+            stdin,
+            stdout,
+            stderr,
+        },
+        Pipes {
+            out: [out, err],
+            feed,
+        },
+    ))
+}
+
+/// What fits the pipe is written before the program starts; the rest is spliced from a sealed file.
+fn make_stdin(data: &[u8]) -> io::Result<(OwnedFd, Option<Feed>)> {
+    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    if data.len() <= PIPE_BYTES {
+        write_all(&write, data)?;
+        return Ok((read, None));
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("stdin", flags)?;
+    write_all(&file, data)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW)?;
+    rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0))?;
+    Ok((read, Some(Feed { pipe: write, file })))
+}
+
+fn write_all(fd: &OwnedFd, mut data: &[u8]) -> io::Result<()> {
+    while !data.is_empty() {
+        let n = rustix::io::retry_on_intr(|| rustix::io::write(fd, data))?;
+        data = &data[n..];
+    }
+    Ok(())
+}

@@ -1,0 +1,480 @@
+//! Output: from the pipe into a segment by splice, from the segment to whoever follows.
+//!
+//! A segment is one sparse file per stream in which every byte has its own offset: its size says what
+//! has left the pipe. The head is kept, the tail is kept, the middle is given back by punching a hole
+//! that moves along.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use dsec_sys::io::{punch_hole, splice_between, splice_to_file};
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{MemfdFlags, OFlags};
+
+use super::client::OUT_SOFT;
+use super::run::{self, Run, Stream};
+use super::{Server, Token};
+use crate::kproto::Put;
+use crate::proto::{self, Plain, OUT_CHUNK};
+use crate::{fail, warning};
+
+/// Moved at once for one run, so that one that floods leaves the others their turn.
+const SPLICE_BYTES: usize = 1 << 20;
+/// A hole grows in steps of this, so that punching costs little per byte.
+const HOLE_STEP: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+/// Bytes a follower may lag behind before the pipe is left to fill.
+const MAX_LAG: u64 = 256 << 10;
+
+impl Stream {
+    /// Offset of the first byte of the tail that is kept for the result.
+    fn tail_start(&self, head: u64, tail: u64) -> u64 {
+        self.total.saturating_sub(tail).max(head.min(self.total))
+    }
+}
+
+impl Server {
+    /// Watches the pipes that should be read now, and leaves the others alone.
+    pub(super) fn watch_output(&mut self, index: u64) {
+        for s in 0..2 {
+            let Some(run) = self.runs.get_mut(&index) else {
+                return;
+            };
+            // Nothing is read before the launch has told the keeper, and everything after the end.
+            let want = run.pid.is_some() && (run.done() || !run.lags(s));
+            let stream = &mut run.streams[s];
+            let Some(pipe) = &stream.pipe else { continue };
+            if want == stream.watched {
+                continue;
+            }
+            stream.watched = want;
+            let result = if want {
+                rustix::event::epoll::add(
+                    &self.epoll,
+                    pipe,
+                    Token::Output(index, s).pack(),
+                    EventFlags::IN,
+                )
+            } else {
+                rustix::event::epoll::delete(&self.epoll, pipe)
+            };
+            if let Err(e) = result {
+                warning!("output.watch", run = run.key(), error = e);
+            }
+        }
+    }
+
+    pub(super) fn output_ready(&mut self, index: u64, s: usize) {
+        let Some(run) = self.runs.get(&index) else {
+            return;
+        };
+        if run.done() {
+            return self.drain_leftover(index, s);
+        }
+        if run.lags(s) {
+            return self.watch_output(index);
+        }
+        match self.take_output(index, s, SPLICE_BYTES) {
+            Ok(0) => self.close_pipe(index, s),
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => {
+                // Memory ran out. What is in the pipe stays there; the program waits, or is killed.
+                warning!("output.splice", run = index, error = e);
+                if let Some(run) = self.runs.get_mut(&index) {
+                    let stream = &mut run.streams[s];
+                    if let Some(pipe) = stream.pipe.as_ref().filter(|_| stream.watched) {
+                        stream.watched = false;
+                        let _ = rustix::event::epoll::delete(&self.epoll, pipe);
+                    }
+                }
+                return;
+            }
+        }
+        self.pump(index);
+    }
+
+    /// Moves up to `len` bytes into the segment, which is made, and in the keeper, before.
+    pub(super) fn take_output(&mut self, index: u64, s: usize, len: usize) -> io::Result<usize> {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return Ok(0);
+        };
+        let key = run.key();
+        let stream = &mut run.streams[s];
+        let Some(pipe) = &stream.pipe else {
+            return Ok(0);
+        };
+        if stream.segment.is_none() {
+            // Asked in this order: without writers nothing can come between the two questions.
+            let closed = no_writers(pipe.as_fd())?;
+            if rustix::io::ioctl_fionread(pipe)? == 0 {
+                // The end of the pipe, or nothing yet: no output, no segment.
+                return closed
+                    .then_some(0)
+                    .ok_or_else(|| io::ErrorKind::WouldBlock.into());
+            }
+            let file = rustix::fs::memfd_create("output", MemfdFlags::CLOEXEC)?;
+            let put = Put {
+                key,
+                add: vec![run::SEGMENTS[s].to_owned()],
+                ..Put::default()
+            };
+            self.link.put(put, &[file.as_fd()])?;
+            fail::pass("run.segment");
+            stream.segment = Some(file);
+            stream.kept_segment = true;
+        }
+        let Some(file) = &stream.segment else {
+            return Ok(0);
+        };
+        let n = splice_to_file(pipe.as_fd(), file.as_fd(), stream.total, len)?;
+        stream.total += n as u64;
+        fail::pass("run.spliced");
+        run.give_back(s);
+        Ok(n)
+    }
+
+    /// Whether the pipe is empty for good.
+    pub(super) fn output_over(&self, index: u64, s: usize) -> io::Result<bool> {
+        let pipe = self.runs.get(&index).and_then(|r| r.streams[s].pipe.as_ref());
+        let Some(pipe) = pipe else { return Ok(false) };
+        Ok(no_writers(pipe.as_fd())? && rustix::io::ioctl_fionread(pipe)? == 0)
+    }
+
+    /// The pipe has no writers any more, here and in the keeper.
+    pub(super) fn close_pipe(&mut self, index: u64, s: usize) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let key = run.key();
+        let stream = &mut run.streams[s];
+        if let Some(pipe) = stream.pipe.take() {
+            if std::mem::take(&mut stream.watched) {
+                let _ = rustix::event::epoll::delete(&self.epoll, &pipe);
+            }
+        }
+        let done = run.done();
+        // Before the end the outcome's message closes it, one message for all.
+        if done && std::mem::take(&mut run.streams[s].kept_pipe) {
+            let put = Put {
+                key,
+                close: vec![run::PIPES[s].to_owned()],
+                ..Put::default()
+            };
+            if let Err(e) = self.link.put(put, &[]) {
+                warning!("keeper.put", error = e);
+            }
+            self.forget_if_over(index);
+        }
+    }
+
+    /// Something still holds the pipe of an ended run: it must not fill, and it must not break.
+    fn drain_leftover(&mut self, index: u64, s: usize) {
+        let Some(null) = dev_null() else { return };
+        let Some(pipe) = self.runs.get(&index).and_then(|r| r.streams[s].pipe.as_ref()) else {
+            return;
+        };
+        if matches!(splice_between(pipe.as_fd(), null.as_fd(), SPLICE_BYTES), Ok(0)) {
+            self.close_pipe(index, s);
+        }
+    }
+
+    /// Gives every follower what it may have; ends with the result once there is one.
+    pub(super) fn pump(&mut self, index: u64) {
+        let mut position = 0;
+        while let Some(run) = self.runs.get(&index) {
+            let Some(reader) = run.readers.get(position) else {
+                break;
+            };
+            let client = reader.client;
+            let Some(queued) = self.out_bytes(client) else {
+                self.reader_gone(index, client);
+                continue;
+            };
+            if queued > OUT_SOFT {
+                position += 1;
+                continue;
+            }
+            match self.next_for(index, position) {
+                Next::Frame(frame) => self.push(client, frame),
+                Next::Over => self.deliver(index, position),
+                Next::Nothing => position += 1,
+            }
+        }
+        self.watch_output(index);
+    }
+
+    fn next_for(&mut self, index: u64, position: usize) -> Next {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return Next::Nothing;
+        };
+        if run.failure.is_some() {
+            return Next::Nothing;
+        }
+        let started = run.exec_done && !run.readers[position].told_started;
+        if started {
+            run.readers[position].told_started = true;
+            let event = Plain::Started {
+                id: run.readers[position].request,
+                ev: "started",
+                pid: run.pid.unwrap_or(0),
+            };
+            return proto::frame(&event).map_or(Next::Nothing, Next::Frame);
+        }
+        if run.readers[position].stream {
+            for s in 0..2 {
+                if let Some(frame) = run.chunk(position, s) {
+                    return Next::Frame(frame);
+                }
+            }
+        }
+        let caught_up = !run.readers[position].stream
+            || (0..2).all(|s| run.readers[position].pos[s] >= run.streams[s].total);
+        if run.done() && caught_up {
+            return Next::Over;
+        }
+        Next::Nothing
+    }
+
+    /// `run.ack`.
+    pub(super) fn ack(&mut self, client: u64, request: u64, bytes: u64) {
+        let follows = self.clients.get(&client).map(|c| c.follows.clone());
+        for index in follows.unwrap_or_default() {
+            let Some(run) = self.runs.get_mut(&index) else {
+                continue;
+            };
+            let mut readers = run.readers.iter_mut();
+            if let Some(r) = readers.find(|r| r.client == client && r.request == request) {
+                r.credit = r.credit.saturating_add(bytes);
+                return self.pump(index);
+            }
+        }
+    }
+
+    /// A follower's connection is gone: the run goes on, captured.
+    pub(super) fn reader_gone(&mut self, index: u64, client: u64) {
+        if let Some(run) = self.runs.get_mut(&index) {
+            run.readers.retain(|r| r.client != client);
+            for s in 0..2 {
+                run.give_back(s);
+            }
+        }
+        self.watch_output(index);
+        self.forget_if_over(index);
+    }
+
+    /// A client follows a run no longer, unless by another request.
+    pub(super) fn unfollow(&mut self, client: u64, index: u64) {
+        let still = self
+            .runs
+            .get(&index)
+            .is_some_and(|r| r.readers.iter().any(|r| r.client == client));
+        if let Some(c) = self.clients.get_mut(&client).filter(|_| !still) {
+            c.follows.remove(&index);
+        }
+    }
+
+    /// Standard input goes into its pipe as there is room.
+    pub(super) fn input_ready(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(feed) = &run.feed else { return };
+        match splice_between(feed.file.as_fd(), feed.pipe.as_fd(), SPLICE_BYTES) {
+            Ok(n) if n > 0 => return,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+            // All is written, or nobody reads it any more.
+            Ok(_) | Err(_) => {}
+        }
+        self.end_input(index);
+    }
+
+    pub(super) fn end_input(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(feed) = run.feed.take() else { return };
+        run.kept_others = run.kept_others.saturating_sub(2);
+        let key = run.key();
+        self.unwatch(feed.pipe.as_fd());
+        let put = Put {
+            key,
+            close: vec![run::STDIN_PIPE.to_owned(), run::STDIN_FILE.to_owned()],
+            ..Put::default()
+        };
+        if let Err(e) = self.link.put(put, &[]) {
+            warning!("keeper.put", error = e);
+        }
+    }
+}
+
+enum Next {
+    Frame(Vec<u8>),
+    Over,
+    Nothing,
+}
+
+impl Run {
+    /// Whether a follower is so far behind that the pipe is to fill.
+    fn lags(&self, s: usize) -> bool {
+        self.hold || self.slowest(s)
+            .is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
+    }
+
+    fn slowest(&self, s: usize) -> Option<u64> {
+        let streaming = self.readers.iter().filter(|r| r.stream);
+        streaming.map(|r| r.pos[s]).min()
+    }
+
+    /// Gives the memory of the middle back, but for what a follower has still to get.
+    fn give_back(&mut self, s: usize) {
+        let (head, tail) = (self.meta.head_bytes, self.meta.tail_bytes);
+        if self.hold {
+            return;
+        }
+        let slowest = self.slowest(s);
+        let stream = &mut self.streams[s];
+        let mut end = stream.tail_start(head, tail);
+        if let Some(pos) = slowest {
+            end = end.min(pos);
+        }
+        // Whole pages: a new runtime finds the end of the hole by asking the file for its next data.
+        let start = stream.hole_end.max(head).next_multiple_of(PAGE);
+        end -= end % PAGE;
+        if end < start + HOLE_STEP {
+            return;
+        }
+        if let Some(file) = &stream.segment {
+            if punch_hole(file.as_fd(), start, end - start).is_ok() {
+                stream.hole_end = end;
+            }
+        }
+    }
+
+    /// The next `out` event of one stream for one follower, as far as its credit goes.
+    fn chunk(&mut self, position: usize, s: usize) -> Option<Vec<u8>> {
+        let reader = &mut self.readers[position];
+        let stream = &self.streams[s];
+        if reader.pos[s] >= self.meta.head_bytes && reader.pos[s] < stream.hole_end {
+            reader.pos[s] = stream.hole_end;
+        }
+        let from = reader.pos[s];
+        let end = if from < self.meta.head_bytes && stream.hole_end > 0 {
+            self.meta.head_bytes.min(stream.total)
+        } else {
+            stream.total
+        };
+        let len = end
+            .saturating_sub(from)
+            .min(OUT_CHUNK as u64)
+            .min(reader.credit);
+        if len == 0 {
+            return None;
+        }
+        let data = self.streams[s].read(s, &self.meta, from, len)?;
+        let reader = &mut self.readers[position];
+        reader.pos[s] += data.len() as u64;
+        reader.credit -= data.len() as u64;
+        let event = Plain::Out {
+            id: reader.request,
+            ev: "out",
+            s: s as u8 + 1,
+            o: from,
+            d: &data,
+        };
+        self.give_back(s);
+        proto::frame(&event).ok()
+    }
+
+    /// Everything, when nothing was given back.
+    pub(super) fn whole_stream(&self, s: usize) -> Option<Vec<u8>> {
+        let stream = &self.streams[s];
+        if stream.hole_end > 0 {
+            return None;
+        }
+        stream.read(s, &self.meta, 0, stream.total)
+    }
+
+    /// Head, tail and what is missing between them.
+    pub(super) fn stream_result(&self, s: usize) -> proto::StreamResult {
+        let stream = &self.streams[s];
+        let (head, tail) = (self.meta.head_bytes, self.meta.tail_bytes);
+        let head_len = head.min(stream.total);
+        let tail_at = stream.tail_start(head, tail);
+        let read = |from: u64, len: u64| {
+            stream
+                .read(s, &self.meta, from, len)
+                .unwrap_or_default()
+        };
+        proto::StreamResult {
+            total: stream.total,
+            head: read(0, head_len).into(),
+            tail: read(tail_at, stream.total - tail_at).into(),
+            dropped: tail_at - head_len,
+        }
+    }
+}
+
+impl Stream {
+    /// What an earlier runtime left: how much has left the pipe, and where the hole ends.
+    pub(super) fn recovered(&mut self, head: u64) -> io::Result<()> {
+        let Some(file) = &self.segment else {
+            return Ok(());
+        };
+        self.total = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
+        let start = head.next_multiple_of(PAGE);
+        if start < self.total {
+            let data = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(start))?;
+            if data > start {
+                self.hole_end = data;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes at an offset, from the segment or from what is kept with the outcome.
+    fn read(&self, s: usize, meta: &run::Meta, from: u64, len: u64) -> Option<Vec<u8>> {
+        let inline = meta.outcome.as_ref().and_then(|o| o.inline[s].as_ref());
+        if let Some(data) = inline {
+            let end = usize::try_from(from + len).ok()?;
+            return data.get(usize::try_from(from).ok()?..end).map(<[u8]>::to_vec);
+        }
+        if len == 0 {
+            return Some(Vec::new());
+        }
+        read_at(self.segment.as_ref()?.as_fd(), from, usize::try_from(len).ok()?)
+    }
+}
+
+fn read_at(file: BorrowedFd<'_>, mut from: u64, len: usize) -> Option<Vec<u8>> {
+    let mut out = vec![0u8; len];
+    let mut done = 0;
+    while done < len {
+        match rustix::io::pread(file, &mut out[done..], from) {
+            Ok(0) => return None,
+            Ok(n) => {
+                done += n;
+                from += n as u64;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+    Some(out)
+}
+
+fn no_writers(pipe: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut poll = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
+    let zero = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    rustix::event::poll(&mut poll, Some(&zero))?;
+    Ok(poll[0].revents().contains(PollFlags::HUP))
+}
+
+fn dev_null() -> Option<OwnedFd> {
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    rustix::fs::open("/dev/null", flags, rustix::fs::Mode::empty()).ok()
+}

@@ -1,0 +1,100 @@
+//! Small things several parts need.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+
+/// CLOCK_MONOTONIC in nanoseconds: the same in every process, so a run can be timed over a restart.
+pub fn monotonic_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0)
+}
+
+/// CLOCK_REALTIME in nanoseconds.
+pub fn realtime_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+    u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0)
+}
+
+/// Start time of a process (field 22 of its stat), `None` when there is none. With the pid it names a
+/// process for as long as the machine runs.
+pub fn start_time(pid: i32) -> Option<u64> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the name in brackets and may hold anything, brackets too.
+    let close = stat.iter().rposition(|b| *b == b')')?;
+    let rest = std::str::from_utf8(stat.get(close + 2..)?).ok()?;
+    rest.split(' ').nth(19)?.parse().ok()
+}
+
+/// Whether a process is there and not a zombie.
+pub fn alive(pid: i32, start: u64) -> bool {
+    if start_time(pid) != Some(start) {
+        return false;
+    }
+    let Ok(stat) = fs::read(format!("/proc/{pid}/stat")) else {
+        return false;
+    };
+    let close = stat.iter().rposition(|b| *b == b')').unwrap_or(0);
+    !matches!(stat.get(close + 2), Some(b'Z' | b'X') | None)
+}
+
+/// A random name of 32 hexadecimal digits.
+pub fn random_id() -> io::Result<String> {
+    let mut bytes = [0u8; 16];
+    fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+/// Writes a file whole or not at all. Run directories are on tmpfs, so there is nothing to sync.
+pub fn write_whole(path: &Path, data: &[u8]) -> io::Result<()> {
+    let temp = path.with_extension("tmp~");
+    let mut file = fs::OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&temp)?;
+    file.write_all(data)?;
+    drop(file);
+    fs::rename(&temp, path)
+}
+
+/// Raises the descriptor limit to what is allowed, and says what it is.
+pub fn raise_nofile() -> u64 {
+    let now = getrlimit(Resource::Nofile);
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: now.maximum,
+            maximum: now.maximum,
+        },
+    );
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Makes the kernel's OOM killer choose others first. Needs CAP_SYS_RESOURCE, so it may be refused.
+pub fn shield_from_oom(adj: i32) -> io::Result<()> {
+    fs::write("/proc/self/oom_score_adj", adj.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_is_alive() {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        let start = start_time(pid).unwrap();
+        assert!(alive(pid, start));
+        assert!(!alive(pid, start + 1));
+        assert_eq!(start_time(0), None);
+    }
+
+    #[test]
+    fn random_ids_differ() {
+        assert_ne!(random_id().unwrap(), random_id().unwrap());
+    }
+}

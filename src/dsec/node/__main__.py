@@ -1,0 +1,28 @@
+"""`python -m dsec.node`: the node agent."""
+
+from __future__ import annotations
+
+import sys
+
+from dsec.model.errors import DsecError
+from dsec.node.config import parse
+from dsec.node.serve import serve
+
+
+def main() -> int:
+    """Run a node; 2 when it is set up wrongly, 1 when it cannot run here."""
+    try:
+        config = parse()
+    except DsecError as error:
+        print(f"dsec.node: {error}", file=sys.stderr)
+        return 2
+    try:
+        serve(config)
+    except DsecError as error:
+        print(f"dsec.node: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""How a node is set up: flags, environment, defaults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from dsec.model import ids
+from dsec.model.errors import InvalidSpec
+from dsec.node.admission import RESOURCES
+
+RUN_DIR: Final = Path("/run/dsec")
+STATE_DIR: Final = Path("/var/lib/dsec")
+CGROUP: Final = "dsec"
+NODE: Final = "local"
+BACKENDS: Final = ("container", "fake")
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """One node of this machine. Several may share it when run and state directory and cgroup differ."""
+
+    run_dir: Path = RUN_DIR
+    state_dir: Path = STATE_DIR
+    cgroup: str = CGROUP
+    node: str = NODE
+    backends: tuple[str, ...] = ("container",)
+    listen: tuple[str, int] | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    overcommit: dict[str, float] = field(default_factory=dict)
+    log_level: str = "INFO"
+
+    @property
+    def socket(self) -> Path:
+        """Where the API listens."""
+        return self.run_dir / "api.sock"
+
+    @property
+    def pid_file(self) -> Path:
+        """Locked while the agent lives."""
+        return self.run_dir / "agent.pid"
+
+    @property
+    def token_file(self) -> Path:
+        """Hashes of the keys that TCP takes."""
+        return self.state_dir / "tokens"
+
+    def check(self) -> NodeConfig:
+        """Itself when it is allowed. Raises InvalidSpec."""
+        ids.check_node(self.node)
+        for name in self.backends:
+            if name not in BACKENDS:
+                raise InvalidSpec.field("--backend", name, ", ".join(BACKENDS))
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidSpec.field("--tls-cert", self.tls_cert, "both --tls-cert and --tls-key, or neither")
+        if self.listen is not None and self.tls_cert is None and not is_loopback(self.listen[0]):
+            raise InvalidSpec.field(
+                "--listen", self.listen[0], "a loopback address, unless --tls-cert and --tls-key are given"
+            )
+        for name, factor in self.overcommit.items():
+            if name not in RESOURCES or not factor > 0:
+                raise InvalidSpec.field("--overcommit", f"{name}={factor}", f"{'|'.join(RESOURCES)}=FACTOR above 0")
+        return self
+
+    def tls(self) -> ssl.SSLContext | None:
+        """TLS for the TCP listener."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.tls_cert, self.tls_key)
+        return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own; names are not resolved, so they are not."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def default_name() -> str:
+    """A node's name from the host's."""
+    return re.sub(r"[^a-z0-9]", "", os.uname().nodename.lower())[:24] or NODE
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT, for example 127.0.0.1:7700")
+    return host.strip("[]"), int(port)
+
+
+def _factor(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: RESOURCE=FACTOR, for example memory_mib=4") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a node; each has its default from the environment."""
+    env = os.environ.get
+    parser.add_argument("--run-dir", type=Path, default=Path(env("DSEC_RUN_DIR") or RUN_DIR))
+    parser.add_argument("--state-dir", type=Path, default=Path(env("DSEC_STATE_DIR") or STATE_DIR))
+    parser.add_argument("--cgroup", default=env("DSEC_CGROUP") or CGROUP)
+    parser.add_argument("--node", default=env("DSEC_NODE") or default_name(), help="the node's name")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeat for several; default container")
+    parser.add_argument("--listen", type=_address, metavar="HOST:PORT", help="also listen on TCP")
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--tls-key", type=Path)
+    parser.add_argument("--overcommit", type=_factor, action="append", default=[], metavar="RESOURCE=FACTOR")
+    parser.add_argument("--log-level", default=env("DSEC_LOG") or "INFO")
+
+
+def parse(arguments: Sequence[str] | None = None) -> NodeConfig:
+    """The configuration from a command line. Raises InvalidSpec."""
+    parser = argparse.ArgumentParser(prog="python -m dsec.node", description="The node agent.")
+    add_arguments(parser)
+    return from_namespace(parser.parse_args(arguments))
+
+
+def from_namespace(given: argparse.Namespace) -> NodeConfig:
+    """The configuration from parsed flags. Raises InvalidSpec."""
+    return NodeConfig(
+        run_dir=given.run_dir.absolute(),
+        state_dir=given.state_dir.absolute(),
+        cgroup=given.cgroup,
+        node=given.node,
+        backends=tuple(given.backend or ("container",)),
+        listen=given.listen,
+        tls_cert=given.tls_cert,
+        tls_key=given.tls_key,
+        overcommit=dict(given.overcommit),
+        log_level=given.log_level,
+    ).check()

@@ -1,0 +1,61 @@
+"""The ASGI application: finds the call, checks who asks, decodes, answers; nothing a client sends makes a 500."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dsec.model import ids
+from dsec.model.errors import DsecError, Unsupported
+from dsec.node.agent import Node
+from dsec.node.http import codec
+from dsec.node.http.auth import Guard
+from dsec.node.http.exchange import Exchange, Message, Receive, Send, Vanished
+from dsec.node.http.routes import Entry, Table
+
+log = logging.getLogger("dsec.node.http")
+
+
+class App:
+    """The API of one node for one kind of listener."""
+
+    def __init__(self, node: Node, guard: Guard) -> None:
+        self._node = node
+        self._guard = guard
+        self._table = Table()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(scope, exchange)
+        except DsecError as error:
+            await exchange.refuse(error)
+        except Vanished:
+            log.debug("%s: the client left within its request", exchange.request_id)
+        except Exception:  # the edge of this request's task
+            log.exception("request %s failed", exchange.request_id)
+            await exchange.refuse(DsecError(f"the node failed; its log has request {exchange.request_id}"))
+
+    async def _serve(self, scope: Message, exchange: Exchange) -> None:
+        methods, params = self._table.find(scope["raw_path"])
+        entry: Entry | None = methods.get(scope["method"])
+        if entry is None:
+            allowed = ", ".join(sorted(methods))
+            error = Unsupported.lacks(f"{scope['method']} on this path", "method", f"it takes {allowed}")
+            await exchange.refuse(error, 405, ((b"allow", allowed.encode()),))
+            return
+        route = entry.route
+        if not route.open:
+            self._guard.check(exchange.headers)
+        if route.keyed and exchange.key is not None:
+            ids.check_key(exchange.key)
+        exchange.params = [codec.path_segment(segment) for segment in params]
+        exchange.fields = codec.query_fields(exchange.query, entry.allowed)
+        body: Any = None
+        if entry.codec is not None:
+            raw = await exchange.body()
+            if raw or not route.body_optional:
+                body = entry.codec.decode(raw, exchange.headers.get(b"content-type", b""))
+        await route.handler(self._node, exchange, body)

@@ -1,0 +1,159 @@
+"""One request and its answer, over ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from dsec.model.errors import DsecError, InvalidSpec
+from dsec.model.limits import REQUEST_MAX_BYTES
+from dsec.node.http import codec
+from dsec.node.steps import WireError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# A stream says at least this often that the server is there; clients ask elsewhere after 10 s of silence.
+HEARTBEAT_S: Final = 5.0
+
+# Unique without a system call per request: random per process, counted within.
+_PREFIX: Final = f"r-{secrets.token_hex(6)}-"
+_counter = itertools.count(1)
+
+_WANTED: Final = frozenset((b"content-type", b"content-length", b"accept", b"idempotency-key", b"authorization"))
+
+
+class Exchange:
+    """A request being answered."""
+
+    __slots__ = (
+        "_receive",
+        "_send",
+        "_sending",
+        "fields",
+        "headers",
+        "params",
+        "query",
+        "request_id",
+        "sent_at",
+        "started",
+    )
+
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._sending = asyncio.Lock()
+        self.request_id = f"{_PREFIX}{next(_counter)}"
+        self.headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _WANTED}
+        self.query: bytes = scope["query_string"]
+        self.params: list[str] = []
+        self.fields: dict[str, list[str]] = {}
+        self.started = False
+        self.sent_at = 0.0
+
+    @property
+    def msgpack(self) -> bool:
+        """Whether the answer is msgpack."""
+        return codec.MSGPACK in self.headers.get(b"accept", b"")
+
+    @property
+    def key(self) -> str | None:
+        """The idempotency key, unchecked."""
+        key = self.headers.get(b"idempotency-key")
+        return None if key is None else key.decode("latin-1")
+
+    async def body(self) -> bytes:
+        """The whole body. Raises InvalidSpec when it is too large."""
+        length = self.headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 12 or int(length) > REQUEST_MAX_BYTES:
+            raise _too_large()
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+        parts, size = [body], len(body)
+        while message.get("more_body"):
+            message = await self._receive()
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > REQUEST_MAX_BYTES:
+                raise _too_large()
+        if message["type"] == "http.disconnect":
+            raise Vanished
+        return b"".join(parts)
+
+    async def gone(self) -> None:
+        """Until the client has left."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, value: object) -> None:
+        """The whole answer."""
+        msgpack = self.msgpack
+        await self.reply_bytes(status, codec.encode_msgpack(value) if msgpack else codec.encode_json(value), msgpack)
+
+    async def reply_bytes(
+        self, status: int, body: bytes, msgpack: bool, extra: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """The whole answer, encoded."""
+        headers = [
+            (b"content-type", codec.MSGPACK if msgpack else codec.JSON),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self.request_id.encode()),
+            *extra,
+        ]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(
+        self, error: DsecError, status: int | None = None, extra: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """An error as the answer; within a stream, as its last item."""
+        error.request_id = self.request_id
+        wire = WireError.of(error)
+        if self.started:
+            await self.item({"error": wire})
+            await self.finish()
+            return
+        msgpack = self.msgpack
+        body = codec.encode_msgpack(wire) if msgpack else codec.encode_json(wire)
+        await self.reply_bytes(status or error.status, body, msgpack, extra)
+
+    async def item(self, value: object) -> None:
+        """One item of a stream; returns once the client's side takes more: this is the back-pressure."""
+        body = codec.encode_item(value, self.msgpack)
+        async with self._sending:
+            if not self.started:
+                self.started = True
+                headers = [
+                    (b"content-type", codec.MSGPACK_SEQ if self.msgpack else codec.NDJSON),
+                    (b"x-request-id", self.request_id.encode()),
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self.sent_at = time.monotonic()
+
+    async def heartbeat(self) -> None:
+        """An empty item when nothing was sent for a while. A client that does not read gets none."""
+        if not self._sending.locked() and time.monotonic() - self.sent_at >= HEARTBEAT_S / 2:
+            await self.item({})
+
+    async def finish(self) -> None:
+        """The end of a stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+class Vanished(Exception):
+    """The client left before its request was whole; there is nobody to answer."""
+
+
+def _too_large() -> InvalidSpec:
+    return InvalidSpec(
+        f"the body is larger than {REQUEST_MAX_BYTES} bytes", detail={"field": "body", "allowed": REQUEST_MAX_BYTES}
+    )

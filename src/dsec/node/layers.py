@@ -1,0 +1,55 @@
+"""What a node needs from a store of layers, and how a spec names its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Literal, Protocol
+
+import msgspec
+
+from dsec.model.specs import DEFAULT_BASE, Spec
+from dsec.model.states import LayerInfo
+
+Role = Literal["base", "workspace", "toolkit"]
+
+
+class ImportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A layer to make. `source` is `dir:/path`, `tar:/path` or `debootstrap:SUITE`; paths are the node's."""
+
+    source: str
+    name: str | None = None
+    role: Role = "base"
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    user: str | None = None
+
+
+class Layers(Protocol):
+    """A store of layers on this node. Calls may block on the local disk; `import_layer` may take minutes."""
+
+    def resolve(self, ref: str) -> LayerInfo:
+        """The layer a reference means now. Raises NotFound."""
+        ...
+
+    def path(self, digest: str) -> str:
+        """Where the EROFS image lies."""
+        ...
+
+    def list(self) -> list[LayerInfo]: ...
+
+    def remove(self, ref: str, in_use: Collection[str]) -> None:
+        """Raises NotFound; Conflict while its digest is in use."""
+        ...
+
+    def import_layer(self, request: ImportRequest, progress: Callable[[str], None]) -> LayerInfo:
+        """Make a layer from a source; runs in a thread."""
+        ...
+
+
+def wanted(spec: Spec) -> list[tuple[str, Role]]:
+    """References and roles of the layers a spec asks for, base first."""
+    refs: list[tuple[str, Role]] = [(spec.base or DEFAULT_BASE, "base")]
+    if spec.workspace is not None:
+        refs.append((spec.workspace, "workspace"))
+    refs.extend((ref, "toolkit") for ref in spec.toolkits)
+    return refs

@@ -1,0 +1,152 @@
+"""Putting together again, when the agent starts, what the disk says and what is there.
+
+Afterwards every sandbox that lives has a row and every row that says alive has a sandbox. Nothing that lives and has
+a complete row is dropped; nothing half-made stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable
+from typing import Final
+
+from dsec.backends.base import Exit, Handle
+from dsec.model import failpoint
+from dsec.model.errors import SandboxLost, Unavailable
+from dsec.model.states import EndReason
+from dsec.node import box as boxes
+from dsec.node.admission import Need
+from dsec.node.box import SELECT, Box, Row, read_row
+from dsec.node.core import Core
+from dsec.node.lifecycle import Lifecycle
+from dsec.node.store import Statement
+
+log = logging.getLogger("dsec.node.recovery")
+
+_AT_ONCE: Final = 32
+
+
+class Recovery:
+    """One start of a node."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle) -> None:
+        self._core = core
+        self._lifecycle = lifecycle
+
+    async def run(self) -> None:
+        """Raises Unavailable when a backend that has sandboxes here cannot be asked."""
+        core = self._core
+        rows = [read_row(columns) for columns in core.store.read(f"{SELECT} WHERE ended_at IS NULL")]
+        rebooted = await self._note_boot()
+        self._check_backends(rows)
+        there = {handle.id: handle for backend in core.backends.values() for handle in await backend.survey()}
+        await _bounded(self._row(row, there.pop(row.info.id, None), rebooted) for row in rows)
+        await _bounded(self._end_orphan(handle) for handle in there.values())
+        await self._steps()
+        self._lifecycle.collect()
+        log.info("recovered: %d sandboxes live, %d orphans ended", len(core.boxes), len(there))
+
+    async def _note_boot(self) -> bool:
+        """Whether the machine has booted since; from now on this boot counts."""
+        core = self._core
+        known = core.store.read("SELECT value FROM meta WHERE key = 'boot_id'")
+        now = core.clock.boot_id()
+        if known and known[0][0] == now:
+            return False
+        rows = core.store.read("SELECT id FROM sandboxes WHERE ended_at IS NULL")
+        if known and rows:
+            log.warning("the machine has booted since: %d sandboxes are lost", len(rows))
+        await core.store.commit(("INSERT OR REPLACE INTO meta VALUES ('boot_id', ?)", (now,)))
+        return bool(known)
+
+    def _check_backends(self, rows: Iterable[Row]) -> None:
+        missing = {row.info.backend for row in rows} - set(self._core.backends)
+        if missing:
+            raise Unavailable(
+                f"sandboxes of backend {', '.join(sorted(missing))} may live here, and this node was started without "
+                "it: start it with that backend"
+            )
+
+    async def _row(self, row: Row, handle: Handle | None, rebooted: bool) -> None:
+        info = row.info
+        if info.state == "creating":
+            await self._undo(row, handle)
+        elif handle is None or rebooted:
+            if handle is not None:
+                await self._end_orphan(handle)
+            await self._gone(row, "reboot" if rebooted else "lost")
+        else:
+            await self._attach(row, handle)
+
+    async def _undo(self, row: Row, handle: Handle | None) -> None:
+        """Half-made: nobody was told of it, so nothing of it stays, and its key is free."""
+        if handle is not None:
+            await self._end_orphan(handle)
+        await self._core.store.commit(
+            ("DELETE FROM sandboxes WHERE id = ?", (row.info.id,)),
+            ("DELETE FROM steps WHERE scope = '' AND subject = ? AND state = 0", (row.info.id,)),
+            durable=False,
+        )
+
+    async def _gone(self, row: Row, reason: EndReason) -> None:
+        """A row without a sandbox. One that was being stopped is stopped."""
+        was_stopping = row.info.state == "stopping" and row.info.end_reason is not None
+        exit_ = Exit(reason=row.info.end_reason if was_stopping and row.info.end_reason else reason)
+        ours = was_stopping and exit_.reason in ("stopped", "idle", "lifetime")
+        box = Box(row.info, row.base)
+        box.info = boxes.ended(row.info, "stopped" if ours else "lost", exit_, self._core.clock.wall())
+        await self._core.store.commit(box.row())
+
+    async def _attach(self, row: Row, handle: Handle) -> None:
+        core = self._core
+        try:
+            runtime = await core.backend(handle.backend).attach(handle)
+        except SandboxLost:
+            await self._gone(row, "lost")
+            return
+        box = Box(row.info, row.base)
+        box.adopt(runtime)
+        box.expires_boot = row.expires_boot
+        number, last_boot = core.steps.last(box.id)
+        box.next_step = number + 1
+        box.idle_boot = max(row.idle_boot or 0.0, last_boot or 0.0)
+        box.ready.set_result(None)
+        core.add(box)
+        core.admission.restore(box.id, Need.of(row.info.spec))
+        failpoint.at("recover.attached")
+        if row.info.state == "stopping":
+            core.deadlines.watch(box.id, core.clock.boot())
+        else:
+            self._lifecycle.settle(box)
+
+    async def _end_orphan(self, handle: Handle) -> None:
+        log.warning("sandbox %s has no row: ending it", handle.id)
+        try:
+            runtime = await self._core.backend(handle.backend).attach(handle)
+        except SandboxLost:
+            return
+        await runtime.stop()
+
+    async def _steps(self) -> None:
+        """Every step that was begun: its run is waited for, or it will be said that its end is not known."""
+        core = self._core
+        drop: list[Statement] = []
+        for step in core.steps.open():
+            box = core.boxes.get(step.scope)
+            if step.kind == "create":
+                drop.append(core.steps.drop(step.scope, step.key))
+            elif step.kind == "run" and box is not None and box.info.state == "running":
+                core.runs.resume(box, step)
+        if drop:
+            await core.store.commit(*drop, durable=False)
+
+
+async def _bounded(work: Iterable[Awaitable[None]]) -> None:
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(item: Awaitable[None]) -> None:
+        async with gate:
+            await item
+
+    await asyncio.gather(*(one(item) for item in work))

@@ -1,0 +1,279 @@
+"""Running programs: the hot path.
+
+A flight is one run between its beginning and its recorded end. It has a task of its own, so a caller that vanishes
+changes nothing, and everybody who comes with the same key waits for the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from dsec.backends.base import Guest, RunOutcome, RunPlan, Sink
+from dsec.model import failpoint
+from dsec.model.errors import (
+    Conflict,
+    DsecError,
+    Exhausted,
+    LaunchFailed,
+    NotFound,
+    Rejected,
+    SandboxLost,
+    Unavailable,
+    Unknown,
+)
+from dsec.model.specs import RunSpec
+from dsec.model.states import Output, RunResult
+from dsec.node.box import Box
+from dsec.node.clock import Clock
+from dsec.node.plan import run_plan, shown_command
+from dsec.node.steps import BEGUN, Answer, Step, Steps, conflict
+from dsec.node.store import Store
+
+log = logging.getLogger("dsec.node.runs")
+
+RUNS_IN_FLIGHT_MAX: Final = 4096  # of one sandbox
+
+encode = msgspec.msgpack.Encoder().encode
+decode_result = msgspec.msgpack.Decoder(RunResult).decode
+
+
+def new_process_id() -> str:
+    """Like `ids.new_process_id`, at a tenth of its price: this is made for every run."""
+    return "p-" + base64.b32encode(secrets.token_bytes(8))[:13].decode().lower()
+
+
+# Not a coroutine yet: a task that is cancelled before its first step would leave it behind unawaited.
+Work = Callable[[], Coroutine[Any, Any, Answer | None]]
+
+
+class Flight:
+    """One run that has begun and has no recorded end yet."""
+
+    __slots__ = (
+        "command",
+        "detached",
+        "done",
+        "hash",
+        "process_id",
+        "reading",
+        "sink",
+        "started",
+        "started_at",
+        "step",
+        "task",
+    )
+
+    def __init__(self, digest: bytes, process_id: str, step: int, started_at: float, command: str) -> None:
+        self.hash = digest
+        self.process_id = process_id
+        self.step = step
+        self.started_at = started_at
+        self.command = command
+        self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[None] = self.done.get_loop().create_future()
+        self.sink: Sink | None = None
+        self.detached = False
+        self.task: asyncio.Task[None] | None = None
+        self.reading: asyncio.Task[RunOutcome] | None = None  # the call that feeds a streaming reader
+
+    @property
+    def launched(self) -> bool:
+        """Whether its program is known to have been started."""
+        return self.started.done()
+
+    def launch(self) -> None:
+        """Its program has been started."""
+        if not self.started.done():
+            self.started.set_result(None)
+
+    def detach(self) -> None:
+        """The streaming reader is gone: the run goes on without."""
+        self.detached = True
+        if self.reading is not None:
+            self.reading.cancel()
+
+    async def answer(self) -> Answer:
+        """What comes of it; cancelling this waits no longer and stops nothing."""
+        return await asyncio.shield(self.done)
+
+
+class Runs:
+    """Runs of all sandboxes of a node."""
+
+    def __init__(self, store: Store, steps: Steps, clock: Clock, became_idle: Callable[[Box], None]) -> None:
+        self._store = store
+        self._steps = steps
+        self._clock = clock
+        self._became_idle = became_idle
+
+    def start(self, box: Box, spec: RunSpec, key: str, digest: bytes, sink: Sink | None = None) -> Flight | Answer:
+        """Begin a run, join the one in flight under its key, or give the answer that came back before."""
+        flight = box.flights.get(key)
+        if flight is not None:
+            if flight.hash != digest:
+                raise conflict(key, "run")
+            return flight
+        found = self._steps.find(box.id, key, digest, "run")
+        if found is not None and found.state != BEGUN:
+            return self._steps.answer(found)
+        box.running_guest()
+        if len(box.flights) >= RUNS_IN_FLIGHT_MAX:
+            raise Exhausted(
+                f"sandbox {box.id} has {RUNS_IN_FLIGHT_MAX} runs in flight, the most allowed; wait for one to end",
+                detail={"resource": "runs", "limit": RUNS_IN_FLIGHT_MAX},
+            )
+        if found is not None:
+            # Begun and nobody waits: the runtime was out of reach. The same process id starts it at most once.
+            flight = Flight(digest, found.subject, found.step, found.begun_at, found.command)
+        else:
+            flight = Flight(digest, new_process_id(), box.next_step, self._clock.wall(), shown_command(spec))
+            box.next_step += 1
+        flight.sink = sink
+        plan = run_plan(flight.process_id, spec, box.base)
+        begun = found is not None
+        self._take_off(box, key, flight, lambda: self._run(box, key, flight, plan, sink, begun=begun))
+        return flight
+
+    def resume(self, box: Box, step: Step) -> None:
+        """After a restart: wait for a run that had begun, or find out that it never was launched."""
+        flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command)
+        flight.launch()
+        guest = box.running_guest()
+        self._take_off(box, step.key, flight, lambda: self._reattach(box, guest, step.key, flight))
+
+    def _take_off(self, box: Box, key: str, flight: Flight, work: Work) -> None:
+        box.flights[key] = flight
+        box.active += 1
+        flight.task = asyncio.get_running_loop().create_task(self._fly(box, key, flight, work))
+
+    async def _fly(self, box: Box, key: str, flight: Flight, work: Work) -> None:
+        answer: Answer
+        try:
+            outcome = await work()
+            answer = outcome if outcome is not None else _never_launched(flight)
+        except asyncio.CancelledError:
+            answer = Unavailable("the node is shutting down; repeat the call with the same key", sandbox_id=box.id)
+        except DsecError as error:
+            answer = error
+        except Exception as error:
+            log.exception("a run failed in the node")
+            answer = DsecError(f"the node failed: {type(error).__name__}; see its log", sandbox_id=box.id)
+        del box.flights[key]
+        flight.done.set_result(answer)
+        box.active -= 1
+        if not box.active:
+            self._became_idle(box)
+        if isinstance(answer, bytes) and box.guest is not None:
+            try:
+                await box.guest.forget(flight.process_id)
+            except DsecError as error:
+                # Only memory is at stake: the runtime drops what is delivered when it needs room.
+                log.debug("forget %s: %s", flight.process_id, error)
+
+    async def _run(
+        self, box: Box, key: str, flight: Flight, plan: RunPlan, sink: Sink | None, *, begun: bool
+    ) -> Answer:
+        guest = box.running_guest()
+        if not begun:
+            await self._store.commit(
+                self._steps.begin(
+                    box.id,
+                    key,
+                    flight.hash,
+                    "run",
+                    step=flight.step,
+                    subject=flight.process_id,
+                    command=flight.command,
+                ),
+                durable=False,
+            )
+            failpoint.at("run.begun")
+        try:
+            outcome = await self._outcome(flight, guest, plan, sink)
+        except (Exhausted, LaunchFailed):
+            # Nothing ran. The key is free again: trying once more can help.
+            await self._store.commit(self._steps.drop(box.id, key), durable=False)
+            raise
+        except (Rejected, SandboxLost, Unknown) as error:
+            return await self._record(box, key, flight, error)
+        failpoint.at("run.ended")
+        return await self._record(box, key, flight, encode(result_of(flight, outcome)))
+
+    async def _reattach(self, box: Box, guest: Guest, key: str, flight: Flight) -> Answer | None:
+        try:
+            outcome = await guest.attach(flight.process_id)
+        except NotFound:
+            await self._store.commit(self._steps.drop(box.id, key), durable=False)
+            return None
+        except (SandboxLost, Unknown) as error:
+            return await self._record(box, key, flight, error)
+        return await self._record(box, key, flight, encode(result_of(flight, outcome)))
+
+    async def _outcome(self, flight: Flight, guest: Guest, plan: RunPlan, sink: Sink | None) -> RunOutcome:
+        if sink is None or flight.detached:
+            return await guest.run(plan, started=flight.launch)
+        reading = asyncio.ensure_future(guest.run(plan, sink=sink, started=flight.launch))
+        flight.reading = reading
+        try:
+            return await reading
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+        finally:
+            flight.reading = None
+        # The reader left. Cancelling the call stopped nothing; the same process id attaches to it.
+        return await guest.run(plan, started=flight.launch)
+
+    async def _record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
+        statement, files = self._steps.end(box.id, key, answer, flight.process_id)
+        await self._store.commit(statement, files=files)
+        failpoint.at("run.recorded")
+        return answer
+
+
+def result_of(flight: Flight, outcome: RunOutcome) -> RunResult:
+    """What the caller gets, from what the backend says and what only the node knows."""
+    return RunResult(
+        process_id=flight.process_id,
+        exit_code=outcome.exit_code,
+        cause=outcome.cause,
+        signal=outcome.signal,
+        limits_hit=outcome.limits_hit,
+        out=outcome.out,
+        err=outcome.err,
+        started_at=outcome.started_at,
+        duration_s=outcome.duration_s,
+        usage=outcome.usage,
+        step=flight.step,
+    )
+
+
+def never_launched(answer: Answer) -> bool:
+    """Whether an answer says that a run found after a restart never was started: the call may simply be repeated."""
+    return isinstance(answer, Unknown) and answer.detail.get("launched") is False
+
+
+def _never_launched(flight: Flight) -> Conflict:
+    return Unknown(
+        f"process {flight.process_id} was begun but never launched: nothing ran; repeat the call with the same key",
+        detail={"launched": False},
+        retry="later",
+    )
+
+
+def kept_output(output: Output, stream: int, offset: int) -> Iterator[tuple[int, int, bytes]]:
+    """What a recorded result still has of a stream from an offset on, as (stream, offset, bytes)."""
+    if offset < len(output.head):
+        yield stream, offset, output.head[offset:]
+    tail_start = output.total - len(output.tail)
+    skip = max(0, offset - tail_start)
+    if skip < len(output.tail):
+        yield stream, tail_start + skip, output.tail[skip:]

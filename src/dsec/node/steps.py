@@ -1,0 +1,160 @@
+"""The step table, which is the idempotency table: what was asked under which key, and what came back.
+
+A row is *begun* (written before anything happens), then *answered* (on the disk before the caller hears of it), with a
+value or with the error that came of it. A key is scoped to its sandbox; creations and layers to the node (scope "").
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dsec.model.errors import Conflict, DsecError, Retry, from_wire
+from dsec.model.limits import KIB
+from dsec.node.clock import Clock
+from dsec.node.store import Statement, Store
+
+BEGUN: Final = 0
+ANSWERED: Final = 1
+FAILED: Final = 2
+
+# Larger answers go to a file: rows of this size still fit a few pages of the table's tree.
+SPOOL_FROM_BYTES: Final = 16 * KIB
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+class WireError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error as it crosses the wire and as it is kept."""
+
+    code: str
+    message: str
+    detail: dict[str, Any]
+    retry: Retry
+    request_id: str | None = None
+    sandbox_id: str | None = None
+
+    @classmethod
+    def of(cls, error: DsecError) -> WireError:
+        """The wire form of an error."""
+        return cls(
+            code=error.code,
+            message=error.message,
+            detail=error.detail,
+            retry=error.retry,
+            request_id=error.request_id,
+            sandbox_id=error.sandbox_id,
+        )
+
+    def error(self) -> DsecError:
+        """The error itself."""
+        return from_wire(self.code, self.message, dict(self.detail), self.retry, sandbox_id=self.sandbox_id)
+
+
+_error_decoder = msgspec.msgpack.Decoder(WireError)
+
+Answer = bytes | DsecError  # msgpack of the value, or the error
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One row."""
+
+    scope: str
+    key: str
+    hash: bytes
+    kind: str
+    state: int
+    step: int
+    subject: str  # the process or sandbox it is about
+    begun_at: float
+    command: str = ""
+    response: bytes | None = None
+    spool: str | None = None
+
+
+_COLUMNS = "scope, key, hash, kind, state, step, subject, begun_at, command, response, spool"
+
+
+def content_hash(kind: str, content: object) -> bytes:
+    """What is compared when a key comes again: the same content gives the same hash in JSON and msgpack."""
+    return hashlib.blake2b(_encoder.encode((kind, content)), digest_size=16).digest()
+
+
+def conflict(key: str, kind: str) -> Conflict:
+    """The error for a key that was used for something else."""
+    return Conflict(
+        f"idempotency key {key!r} was used before with other content; use a new key for a new {kind}",
+        detail={"key": key},
+    )
+
+
+class Steps:
+    """Reads and builds rows of the step table."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def find(self, scope: str, key: str, digest: bytes, kind: str) -> Step | None:
+        """The row of a key. Raises Conflict when it was used with other content."""
+        rows = self._store.read(f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND key = ?", (scope, key))
+        if not rows:
+            return None
+        step = Step(*rows[0])
+        if step.hash != digest:
+            raise conflict(key, kind)
+        return step
+
+    def open(self) -> list[Step]:
+        """Rows begun and never answered."""
+        return [Step(*row) for row in self._store.read(f"SELECT {_COLUMNS} FROM steps WHERE state = {BEGUN}")]
+
+    def by_subject(self, scope: str, subject: str) -> Step | None:
+        """The row about a process of a sandbox."""
+        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND kind = 'run'"
+        rows = self._store.read(sql, (scope, subject))
+        return Step(*rows[0]) if rows else None
+
+    def last(self, scope: str) -> tuple[int, float | None]:
+        """The highest step number of a sandbox and when (boot clock) its last call was answered."""
+        number, boot = self._store.read("SELECT max(step), max(ended_boot) FROM steps WHERE scope = ?", (scope,))[0]
+        return int(number or 0), boot
+
+    def answer(self, step: Step) -> Answer:
+        """What came back for an answered row."""
+        body = step.response or b""
+        if step.spool is not None:
+            body = (self._store.spool / step.spool).read_bytes()
+        return _error_decoder.decode(body).error() if step.state == FAILED else body
+
+    def begin(
+        self, scope: str, key: str, digest: bytes, kind: str, *, step: int = 0, subject: str = "", command: str = ""
+    ) -> Statement:
+        """The statement that begins a row."""
+        sql = f"INSERT INTO steps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
+        return sql, (scope, key, digest, kind, BEGUN, step, subject, self._clock.wall(), command)
+
+    def end(
+        self, scope: str, key: str, answer: Answer, subject: str = ""
+    ) -> tuple[Statement, tuple[tuple[Path, bytes], ...]]:
+        """The statement that answers a row, and the files that must be there before."""
+        state, body = ANSWERED, answer
+        if isinstance(body, DsecError):
+            state, body = FAILED, _encoder.encode(WireError.of(body))
+        spool: str | None = None
+        files: tuple[tuple[Path, bytes], ...] = ()
+        inline: bytes | None = body
+        if len(body) > SPOOL_FROM_BYTES:
+            spool = f"{scope or 'node'}/{subject or hashlib.sha256(key.encode()).hexdigest()}"
+            files = ((self._store.spool / spool, body),)
+            inline = None
+        fields = "state = ?, ended_at = ?, ended_boot = ?, response = ?, spool = ?"
+        sql = f"UPDATE steps SET {fields} WHERE scope = ? AND key = ?"
+        return (sql, (state, self._clock.wall(), self._clock.boot(), inline, spool, scope, key)), files
+
+    def drop(self, scope: str, key: str) -> Statement:
+        """The statement that frees a key: nothing came of what was begun."""
+        return "DELETE FROM steps WHERE scope = ? AND key = ?", (scope, key)

@@ -1,0 +1,258 @@
+"""Sandboxes from create to their end: states, names, limits, races."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dsec.model.errors import Conflict, InvalidSpec, InvalidState, LaunchFailed, NotFound, SandboxLost, Unsupported
+from dsec.model.specs import Spec
+from dsec.node.agent import Query
+from tests.kit.simnode import SimNode
+
+
+def test_create_run_stop(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(name="a", job="j", labels={"k": "v"})
+        info = await s.node.get("a")
+        assert (info.id, info.state, info.name, info.job) == (id_, "running", "a", "j")
+        result = await s.run("a", "echo hi; exit 3")
+        assert (result.exit_code, result.stdout, result.step) == (3, "hi\n", 1)
+        assert (await s.run(id_, ["true"])).step == 2
+        stopped = await s.node.stop("a")
+        assert (stopped.state, stopped.end_reason) == ("stopped", "stopped")
+        assert await s.node.stop(id_) == stopped
+        assert (await s.node.get("a")).state == "stopped"
+        with pytest.raises(InvalidState):
+            await s.run(id_, ["true"])
+        s.check()
+        assert not s.world.inventory()
+
+    sim(scenario)
+
+
+def test_names_are_unique_among_the_living(sim):
+    async def scenario(s: SimNode) -> None:
+        first = await s.create(name="a")
+        with pytest.raises(Conflict):
+            await s.create(name="a")
+        found = await s.node.create(Spec(name="a", if_exists="get"))
+        assert (found.info.id, found.made) == (first, False)
+        await s.node.stop("a")
+        assert await s.create(name="a") != first
+        s.check()
+
+    sim(scenario)
+
+
+def test_many_at_once_under_one_name_make_one(sim):
+    async def scenario(s: SimNode) -> None:
+        spec = Spec(name="a", if_exists="get")
+        made = await asyncio.gather(*(s.node.create(spec) for _ in range(20)))
+        assert len({created.info.id for created in made}) == 1
+        assert sum(created.made for created in made) == 1
+        s.check()
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"base": "missing"}, InvalidSpec, "base"),
+        ({"toolkits": ["missing@1"]}, InvalidSpec, "toolkits"),
+        ({"memory_mib": 0}, InvalidSpec, "memory_mib"),
+        ({"cpu": float("nan")}, InvalidSpec, "cpu"),
+        ({"name": ".."}, InvalidSpec, "name"),
+        ({"name": "x" * 300}, InvalidSpec, "name"),
+        ({"labels": {"a": "\0"}}, InvalidSpec, "labels"),
+        ({"network": {"pypi": True}}, Unsupported, None),
+        ({"image": "docker://x"}, Unsupported, None),
+        ({"snapshot": "x"}, Unsupported, None),
+        ({"on_idle": "pause"}, Unsupported, None),
+        ({"backend": "vm"}, Unsupported, None),
+    ],
+)
+def test_what_is_refused_leaves_nothing(sim, fields, error, named):
+    async def scenario(s: SimNode) -> None:
+        with pytest.raises(error) as caught:
+            await s.create(**fields)
+        assert named is None or caught.value.detail["field"] == named
+        s.check()
+        assert not s.rows() and not s.open_steps() and not s.world.inventory()
+
+    sim(scenario)
+
+
+def test_a_failed_start_leaves_nothing_and_frees_its_key(sim):
+    async def scenario(s: SimNode) -> None:
+        s.world.faults.fail("start", LaunchFailed("no"))
+        with pytest.raises(LaunchFailed):
+            await s.create("k", name="a")
+        s.check()
+        assert not s.rows() and not s.open_steps()
+        assert await s.create("k", name="a")
+
+    sim(scenario)
+
+
+def test_a_lifetime_ends_exactly_and_can_be_extended(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(lifetime_s=100, idle_timeout_s=None)
+        await s.clock.advance(99.9)
+        assert (await s.node.get(id_)).state == "running"
+        before = (await s.node.get(id_)).expires_at
+        after = (await s.node.extend(id_, 50, "e")).expires_at
+        assert (await s.node.extend(id_, 50, "e")).expires_at == after  # the same call again moves nothing
+        assert before is not None and after == pytest.approx(before + 50)
+        await s.clock.advance(50)
+        assert (await s.node.get(id_)).state == "running"
+        await s.clock.advance(0.2)
+        info = await s.node.get(id_)
+        assert (info.state, info.end_reason) == ("stopped", "lifetime")
+        s.check()
+
+    sim(scenario)
+
+
+def test_idle_counts_from_the_end_of_the_last_run(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(idle_timeout_s=10, lifetime_s=None)
+        run = asyncio.ensure_future(s.run(id_, "sleep 60"))
+        await s.clock.advance(59)
+        assert (await s.node.get(id_)).idle_since is None
+        await s.clock.advance(1.5)
+        assert (await run).ok
+        await s.clock.advance(9)
+        assert (await s.node.get(id_)).state == "running"
+        await s.clock.advance(1)
+        info = await s.node.get(id_)
+        assert (info.state, info.end_reason) == ("stopped", "idle")
+        assert not len(s.node.core.deadlines)
+
+    sim(scenario)
+
+
+def test_a_wall_clock_that_jumps_moves_no_limit(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(lifetime_s=100, idle_timeout_s=None)
+        s.clock.wall_offset += 1_000_000
+        await s.clock.advance(50)
+        await s.restart()
+        await s.clock.advance(49)
+        assert (await s.node.get(id_)).state == "running"
+        await s.clock.advance(2)
+        assert (await s.node.get(id_)).end_reason == "lifetime"
+
+    sim(scenario)
+
+
+def test_a_sandbox_that_ends_by_itself_is_lost_and_its_room_free(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(name="a")
+        run = asyncio.ensure_future(s.run(id_, "sleep 100"))
+        await s.clock.settle()
+        s.world.lose(id_, "oom", "killed")
+        with pytest.raises(SandboxLost):
+            await run
+        await s.clock.settle()
+        info = await s.node.get(id_)
+        assert (info.state, info.end_reason) == ("lost", "oom")
+        with pytest.raises(SandboxLost):
+            await s.run(id_, ["true"])
+        s.check()
+        assert await s.create(name="a")
+
+    sim(scenario)
+
+
+def test_stops_at_once_stop_once(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        run = asyncio.ensure_future(s.run(id_, "sleep 100"))
+        await s.clock.settle()
+        infos = await asyncio.gather(*(s.node.stop(id_) for _ in range(10)))
+        assert {(info.state, info.ended_at) for info in infos} == {("stopped", infos[0].ended_at)}
+        assert s.world.faults.calls["stop"] == 1
+        with pytest.raises(SandboxLost):
+            await run
+        s.check()
+
+    sim(scenario)
+
+
+def test_a_stop_that_fails_is_tried_again(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(name="a")
+        s.world.faults.fail("stop", LaunchFailed("busy"))
+        with pytest.raises(LaunchFailed):
+            await s.node.stop(id_)
+        with pytest.raises(InvalidState):
+            await s.run(id_, ["true"])
+        await s.clock.advance(6)
+        assert (await s.node.get(id_)).state == "stopped"
+        s.check()
+
+    sim(scenario)
+
+
+def test_stopping_one_that_is_being_made_undoes_it(sim):
+    async def scenario(s: SimNode) -> None:
+        s.world.faults.delay_s["start"] = 5
+        creation = asyncio.ensure_future(s.create(name="a"))
+        await s.clock.settle()
+        info = await s.node.stop("a")
+        assert info.state == "stopped"
+        with pytest.raises(InvalidState):
+            await creation
+        s.check()
+        assert not s.world.inventory() and not s.rows()
+
+    sim(scenario)
+
+
+def test_lists_page_and_filter(sim):
+    async def scenario(s: SimNode) -> None:
+        ids = sorted([await s.create(job="j" if i % 2 else None, labels={"n": str(i % 3)}) for i in range(10)])
+        seen, cursor = [], ""
+        while True:
+            page = await s.node.find(Query(limit=3, cursor=cursor))
+            seen += [info.id for info in page.items]
+            if page.next_cursor is None:
+                break
+            cursor = page.next_cursor
+        assert seen == ids
+        assert len((await s.node.find(Query(job="j"))).items) == 5
+        assert len((await s.node.find(Query(labels={"n": "0"}))).items) == 4
+        assert await s.node.stop_job("j") == 5
+        assert len((await s.node.find(Query())).items) == 5
+        assert len((await s.node.find(Query(states=["stopped"]))).items) == 5
+        every = await s.node.find(Query(states=["any"], limit=4))
+        assert [info.id for info in every.items] == ids[:4] and every.next_cursor == ids[3]
+        with pytest.raises(InvalidSpec):
+            await s.node.find(Query(states=["dead"]))
+
+    sim(scenario)
+
+
+def test_labels_network_and_layers_in_use(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(labels={"a": "1"})
+        assert (await s.node.set_labels(id_, {"b": "2"}, "k")).labels == {"b": "2"}
+        with pytest.raises(Conflict):
+            await s.node.set_labels(id_, {"c": "2"}, "k")
+        await s.node.set_network(id_, {"pypi": False})
+        with pytest.raises(Unsupported) as caught:
+            await s.node.set_network(id_, {"pypi": True})
+        assert caught.value.detail["mechanism"]
+        with pytest.raises(Conflict):
+            await s.node.remove_layer("debian:12")
+        await s.restart()
+        assert (await s.node.get(id_)).labels == {"b": "2"}
+        await s.node.stop(id_)
+        await s.node.remove_layer("debian:12")
+        with pytest.raises(NotFound):
+            await s.node.get("nobody")
+
+    sim(scenario)

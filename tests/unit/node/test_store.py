@@ -1,0 +1,141 @@
+"""The store: order, grouping, durability, files, failures, older schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dsec.backends.base import Handle
+from dsec.model import failpoint
+from dsec.model.errors import NodeDiskFull, Unavailable
+from dsec.model.specs import Spec
+from dsec.model.states import SandboxInfo
+from dsec.node import schema, store
+from dsec.node.box import SELECT, encode_value, read_row
+from dsec.node.store import Store
+
+PUT = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+
+
+@pytest.fixture(autouse=True)
+def _disarm():
+    yield
+    failpoint.disarm()
+
+
+def test_changes_keep_their_order_whoever_writes_them(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path)
+        futures = [s.commit((PUT, ("k", str(i))), durable=i % 3 == 0) for i in range(300)]
+        await asyncio.gather(*futures)
+        assert s.read("SELECT value FROM meta WHERE key = 'k'") == [("299",)]
+        s.close()
+        again = Store(tmp_path)
+        assert again.read("SELECT value FROM meta WHERE key = 'k'") == [("299",)]
+        again.close()
+
+    asyncio.run(main())
+
+
+def test_what_waits_is_written_together(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path)
+        await asyncio.gather(*(s.commit((PUT, (str(i), "x"))) for i in range(500)))
+        assert s.commits < 100
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_one_bad_change_does_not_fail_its_neighbours(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path)
+        futures = [s.commit((PUT, (str(i), "x")) if i != 7 else ("NONSENSE", ())) for i in range(20)]
+        done = await asyncio.gather(*futures, return_exceptions=True)
+        assert [isinstance(result, Unavailable) for result in done] == [i == 7 for i in range(20)]
+        assert len(s.read("SELECT * FROM meta")) == 19
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_a_change_is_whole_or_not_at_all(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path)
+        with pytest.raises(Unavailable):
+            await s.commit((PUT, ("a", "1")), ("NONSENSE", ()), durable=False)
+        failpoint.arm("store.before_commit")
+        with pytest.raises(Unavailable):
+            await s.commit((PUT, ("a", "1")))
+        assert s.read("SELECT * FROM meta") == []
+        await s.commit((PUT, ("a", "2")))
+        s.close()
+        with pytest.raises(Unavailable):
+            s.commit((PUT, ("a", "3")))
+
+    asyncio.run(main())
+
+
+def test_a_file_is_there_before_its_row_and_a_full_disk_has_its_own_error(tmp_path: Path, monkeypatch):
+    async def main() -> None:
+        s = Store(tmp_path)
+        path = s.spool / "x" / "y"
+        await s.commit((PUT, ("a", "1")), files=((path, b"z" * 100_000),))
+        assert path.read_bytes() == b"z" * 100_000
+
+        def full(path: Path, content: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(store, "write_whole", full)
+        with pytest.raises(NodeDiskFull):
+            await s.commit((PUT, ("b", "1")), files=((path, b"new"),))
+        assert s.read("SELECT key FROM meta") == [("a",)]
+        await s.commit(gone=(s.spool / "x",))
+        assert not path.exists()
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_the_log_does_not_grow_without_end(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(store, "_WAL_BYTES", 200_000)
+    monkeypatch.setattr(store, "_CHECK_EVERY", 4)
+
+    async def main() -> None:
+        s = Store(tmp_path)
+        for i in range(200):
+            await s.commit((PUT, (str(i % 5), "x" * 20_000)))
+        assert (tmp_path / "node.db-wal").stat().st_size < 2_000_000
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_an_older_database_is_brought_up_and_read(tmp_path: Path):
+    db = sqlite3.connect(tmp_path / "node.db", isolation_level=None)
+    schema.migrate(db, upto=1)
+    info = SandboxInfo(id="sbx-n1-aaaaaaaaaaaaa", node="n1", state="running", backend="container", spec=Spec())
+    handle = Handle(backend="container", id=info.id)
+    db.execute(
+        "INSERT INTO sandboxes VALUES (?, ?, NULL, NULL, ?, ?, ?, 5.0, 6.0, NULL)",
+        (info.id, info.state, info.backend, encode_value(info), encode_value(handle)),
+    )
+    db.execute("INSERT INTO steps VALUES (?, 'k', x'00', 'run', 1, 3, 'p-1', 1.0, 2.0, 2.0, x'80', NULL)", (info.id,))
+    db.close()
+    s = Store(tmp_path)
+    row = read_row(s.read(SELECT)[0])
+    assert (row.info, row.handle, row.expires_boot, row.idle_boot) == (info, handle, 5.0, 6.0)
+    assert "PATH" in row.base.env
+    assert s.read("SELECT command, step FROM steps") == [("", 3)]
+    s.close()
+
+
+def test_a_newer_database_is_refused(tmp_path: Path):
+    db = sqlite3.connect(tmp_path / "node.db")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(schema.SchemaTooNew):
+        Store(tmp_path)
