@@ -13,6 +13,7 @@ from dsec.model import limits
 from dsec.model.errors import DsecError
 from dsec.wire import faults
 from dsec.wire.frames import FrameError
+from dsec.wire.ops import Op
 from dsec.wire.values import Answer, Request, RunAttach, RunStart, SandboxStatus
 
 Sink = Callable[[int, int, bytes], Awaitable[None]]
@@ -21,15 +22,6 @@ Sink = Callable[[int, int, bytes], Awaitable[None]]
 ACKS_PER_WINDOW: Final = 4
 
 T = TypeVar("T")
-
-
-class Op(Generic[T]):
-    """An operation of the contract: its name, the decoder of its answer, whether it may be sent again after a break."""
-
-    def __init__(self, name: str, answer: type[T], *, repeat: bool = True) -> None:
-        self.name = name
-        self.decode: Callable[[Any], T] = msgspec.msgpack.Decoder(answer).decode
-        self.repeat = repeat
 
 
 class Pending(Generic[T]):

@@ -18,11 +18,12 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import Conflict, DeadlineExceeded, DsecError, Unavailable, Unknown, Unsupported
-from dsec.wire import frames
+from dsec.wire import frames, ops
 from dsec.wire import values as v
 from dsec.wire.frames import FrameError
 from dsec.wire.link import Link
-from dsec.wire.pending import Op, Pending, Sink, Stream, Subscription
+from dsec.wire.ops import Op
+from dsec.wire.pending import Pending, Sink, Stream, Subscription
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +37,6 @@ CALL_DEADLINE_S: Final = 30.0
 MARGIN_S: Final = 30.0
 
 T = TypeVar("T")
-
-_HELLO = Op("hello", v.Hello, repeat=False)
-_PROBE = Op("probe", v.Probe)
-_LAYER_MOUNT = Op("layer.mount", v.Nothing)
-_LAYER_UNMOUNT = Op("layer.unmount", v.Nothing)
-_LAYER_LIST = Op("layer.list", v.Layers)
-_CREATE = Op("sandbox.create", v.SandboxStatus)
-_LIST = Op("sandbox.list", v.Sandboxes)
-_GET = Op("sandbox.get", v.SandboxStatus)
-_STOP = Op("sandbox.stop", v.SandboxStatus)
-_USAGE = Op("sandbox.usage", v.SandboxUsage)
-_RUN = Op("run.start", v.RunResult)
-_ATTACH = Op("run.attach", v.RunResult)
-_KILL_TREE = Op("run.kill", v.Nothing)
-# A signal may mean something each time it comes (two SIGINT are not one), so it is never sent twice by itself.
-_SIGNAL = Op("run.kill", v.Nothing, repeat=False)
-_RUN_LIST = Op("run.list", v.Runs)
-_FORGET = Op("run.forget", v.Nothing)
-_SHUTDOWN = Op("shutdown", v.Nothing, repeat=False)
-_STOP_KEEPER = Op("stop_keeper", v.Nothing, repeat=False)
 
 _NOTHING = v.Nothing()
 
@@ -97,23 +78,23 @@ class RuntimeClient:
 
     async def probe(self) -> v.Probe:
         """What the kernel can do."""
-        return await self._call(_PROBE, _NOTHING, deadline_s=CALL_DEADLINE_S + MARGIN_S)
+        return await self._call(ops.PROBE, _NOTHING, deadline_s=CALL_DEADLINE_S + MARGIN_S)
 
     async def layer_mount(self, digest: str, path: str) -> None:
         """Mount a layer; idempotent."""
-        await self._call(_LAYER_MOUNT, v.LayerArgs(digest, path))
+        await self._call(ops.LAYER_MOUNT, v.LayerArgs(digest, path))
 
     async def layer_unmount(self, digest: str) -> None:
         """Unmount a layer. Conflict: a sandbox uses it."""
-        await self._call(_LAYER_UNMOUNT, v.LayerArgs(digest))
+        await self._call(ops.LAYER_UNMOUNT, v.LayerArgs(digest))
 
     async def layers(self) -> tuple[v.LayerArgs, ...]:
         """The layers that are mounted."""
-        return (await self._call(_LAYER_LIST, _NOTHING)).layers
+        return (await self._call(ops.LAYER_LIST, _NOTHING)).layers
 
     async def create(self, plan: v.SandboxPlan) -> v.SandboxStatus:
         """Make a sandbox. Conflict: its id is in use."""
-        pending = self._new(Pending, _CREATE, v.CreateArgs(plan), plan.id)
+        pending = self._new(Pending, ops.CREATE, v.CreateArgs(plan), plan.id)
         try:
             return await self._answer(pending, plan.deadline_ms / 1000 + MARGIN_S)
         except Conflict as error:
@@ -124,55 +105,55 @@ class RuntimeClient:
 
     async def sandboxes(self) -> tuple[v.SandboxStatus, ...]:
         """Every sandbox the runtime knows."""
-        return (await self._call(_LIST, _NOTHING)).sandboxes
+        return (await self._call(ops.LIST, _NOTHING)).sandboxes
 
     async def get(self, sandbox_id: str) -> v.SandboxStatus:
         """One sandbox."""
-        return await self._call(_GET, v.IdArgs(sandbox_id), sandbox_id)
+        return await self._call(ops.GET, v.IdArgs(sandbox_id), sandbox_id)
 
     async def stop(self, sandbox_id: str, grace_s: float = 0.0) -> v.SandboxStatus:
         """End a sandbox and release what it had; idempotent."""
         args = v.StopArgs(sandbox_id, round(grace_s * 1000))
-        return await self._call(_STOP, args, sandbox_id, deadline_s=grace_s + 2 * MARGIN_S)
+        return await self._call(ops.STOP, args, sandbox_id, deadline_s=grace_s + 2 * MARGIN_S)
 
     async def usage(self, sandbox_id: str) -> v.SandboxUsage:
         """What a sandbox uses now."""
-        return await self._call(_USAGE, v.IdArgs(sandbox_id), sandbox_id)
+        return await self._call(ops.USAGE, v.IdArgs(sandbox_id), sandbox_id)
 
     async def run(
         self, args: v.RunStart, *, sink: Sink | None = None, started: Callable[[], None] | None = None
     ) -> v.RunResult:
         """Start a program and wait for its end; the same run id attaches. Cancelling stops nothing."""
-        pending = self._new(Pending if sink is None else Stream, _RUN, args, args.sandbox)
+        pending = self._new(Pending if sink is None else Stream, ops.RUN, args, args.sandbox)
         pending.on_started = started
         return await self._follow(pending, sink)
 
     async def attach(self, args: v.RunAttach, *, sink: Sink | None = None) -> v.RunResult:
         """Wait for a program that was started before. NotFound: never launched, or forgotten."""
-        return await self._follow(self._new(Pending if sink is None else Stream, _ATTACH, args, args.sandbox), sink)
+        return await self._follow(self._new(Pending if sink is None else Stream, ops.ATTACH, args, args.sandbox), sink)
 
     async def kill(
         self, sandbox_id: str, run: str, signal: int = 0, cause: Literal["killed", "timeout"] = "killed"
     ) -> None:
         """Signal a program; 0 kills its whole tree."""
         args = v.RunKill(sandbox_id, run, signal, cause)
-        await self._call(_SIGNAL if signal else _KILL_TREE, args, sandbox_id)
+        await self._call(ops.SIGNAL if signal else ops.KILL_TREE, args, sandbox_id)
 
     async def runs(self, sandbox_id: str) -> tuple[v.RunInfo, ...]:
         """Programs of a sandbox."""
-        return (await self._call(_RUN_LIST, v.SandboxRef(sandbox_id), sandbox_id)).runs
+        return (await self._call(ops.RUN_LIST, v.SandboxRef(sandbox_id), sandbox_id)).runs
 
     async def forget(self, sandbox_id: str, run: str) -> None:
         """Free a kept result."""
-        await self._call(_FORGET, v.RunRef(sandbox_id, run), sandbox_id)
+        await self._call(ops.FORGET, v.RunRef(sandbox_id, run), sandbox_id)
 
     async def shutdown(self, *, restart: bool) -> None:
         """End the runtime; with `restart` the keeper starts the binary that is on disk now."""
-        await self._last_words(_SHUTDOWN, v.ShutdownArgs(restart))
+        await self._last_words(ops.SHUTDOWN, v.ShutdownArgs(restart))
 
     async def stop_keeper(self) -> None:
         """End keeper and runtime. Conflict: a sandbox lives."""
-        await self._last_words(_STOP_KEEPER, _NOTHING)
+        await self._last_words(ops.STOP_KEEPER, _NOTHING)
 
     async def subscribe(self, on_ended: Callable[[v.SandboxStatus], None], on_gap: Callable[[], None]) -> None:
         """Hear of every sandbox that ends. `on_gap`: the connection was broken, some ends may have been missed."""
@@ -265,7 +246,7 @@ class RuntimeClient:
                 del self._pending[id_]
         elif answer.ev == "ended":
             if self._subscription is not None:
-                self._subscription.on_ended(answer.status or _STATUS(body))
+                self._subscription.on_ended(answer.status or ops.ENDED.decode(body))
         elif isinstance(id_, int) and (pending := self._pending.get(id_)) is not None:
             if answer.ev == "started":
                 pending.started()
@@ -366,7 +347,7 @@ class RuntimeClient:
         )
         self._link = link
         try:
-            hello = self._new(Pending, _HELLO, v.HelloArgs())
+            hello = self._new(Pending, ops.HELLO, v.HelloArgs())
             self._pending[hello.id] = hello
             link.send(hello.request())
             self._greeted(link, await hello.future)
@@ -417,6 +398,3 @@ class _Broken(Unknown):
 
 def _with_window(args: v.RunStart | v.RunAttach) -> v.RunStart | v.RunAttach:
     return msgspec.structs.replace(args, stream=True, window=limits.STREAM_WINDOW_BYTES)
-
-
-_STATUS = Op("ended", v.SandboxStatus).decode
