@@ -48,7 +48,7 @@ def test_what_is_forgotten_does_not_fire_and_costs_nothing():
     async def main() -> None:
         clock = VirtualClock()
         fired: list[str] = []
-        deadlines = Deadlines(clock, lambda key: fired.append(key))
+        deadlines = Deadlines(clock, fired.append)
         for number in range(1000):
             deadlines.watch(f"k{number}", clock.boot() + 10)
             deadlines.forget(f"k{number}")

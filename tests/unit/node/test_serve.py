@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import pytest
 
 from dsec.model.errors import InvalidSpec
 from dsec.node.config import parse
-from tests.kit.aio import until
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
@@ -58,12 +58,25 @@ async def start(directory: Path, *flags: str) -> asyncio.subprocess.Process:
     )
 
 
+async def answers(path: Path) -> None:
+    """Wait until somebody listens: the file is there a moment earlier."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                _, writer = await asyncio.open_unix_connection(str(path))
+            except OSError:
+                await asyncio.sleep(0.01)
+            else:
+                writer.close()
+                return
+
+
 def test_one_agent_at_a_time_and_sigterm_ends_it_cleanly(tmp_path):
     async def main() -> None:
         first = await start(tmp_path)
-        socket = tmp_path / "run" / "api.sock"
-        await until(socket.exists)
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket))) as http:
+        path = tmp_path / "run" / "api.sock"
+        await answers(path)
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
             async with http.get("http://node/v1/health") as answer:
                 assert (await answer.json())["status"] == "ok"
             second = await start(tmp_path)
@@ -73,9 +86,9 @@ def test_one_agent_at_a_time_and_sigterm_ends_it_cleanly(tmp_path):
                 assert answer.status == 200
         first.send_signal(signal.SIGTERM)
         _, said = await first.communicate()
-        assert first.returncode == 0 and not socket.exists(), said
+        assert first.returncode == 0 and not path.exists(), said
         third = await start(tmp_path)  # what the first one left lies in nobody's way
-        await until(socket.exists)
+        await answers(path)
         third.kill()
         await third.wait()
 
@@ -84,13 +97,12 @@ def test_one_agent_at_a_time_and_sigterm_ends_it_cleanly(tmp_path):
 
 def test_a_key_is_made_for_tcp(tmp_path):
     async def main() -> None:
-        with __import__("socket").socket() as free:
+        with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         process = await start(tmp_path, "--listen", f"127.0.0.1:{port}")
         key_file = tmp_path / "state" / "api-key"
-        await until((tmp_path / "run" / "api.sock").exists)
-        await until(key_file.exists)
+        await answers(tmp_path / "run" / "api.sock")
         assert key_file.stat().st_mode & 0o777 == 0o600
         headers = {"Authorization": f"Bearer {key_file.read_text().strip()}"}
         async with aiohttp.ClientSession() as http:
