@@ -1,1 +1,159 @@
-"""Real, isolated, stateful sandboxes: `dsec.Client().create(...)`, `run`, `stop`."""
+"""Real, isolated, stateful sandboxes: `dsec.Client().create(...)`, `run`, `stop`.
+
+Names are imported when they are first used: `import dsec` alone costs next to nothing.
+"""
+
+from __future__ import annotations
+
+# As `typing.TYPE_CHECKING`, whose import alone would be most of the time `import dsec` takes.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from dsec.model.errors import (
+        CommandFailed,
+        Conflict,
+        CorruptLayer,
+        CreateFailed,
+        DeadlineExceeded,
+        Denied,
+        Diverged,
+        DsecError,
+        Exhausted,
+        FileError,
+        FileExists,
+        FileNotFound,
+        InvalidSpec,
+        InvalidState,
+        IsADirectory,
+        LaunchFailed,
+        NoCapacity,
+        NodeDiskFull,
+        NodeFull,
+        NodeUnreachable,
+        NoSpace,
+        NotFound,
+        PermissionDenied,
+        QuotaExceeded,
+        RateLimited,
+        Rejected,
+        SandboxLost,
+        SnapshotFailed,
+        Unauthenticated,
+        Unavailable,
+        Unknown,
+        Unscored,
+        Unsupported,
+    )
+    from dsec.model.specs import Spec
+    from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
+    from dsec.sdk._async.batch import AsyncBatch
+    from dsec.sdk._async.client import AsyncClient, AsyncJob
+    from dsec.sdk._async.sandbox import AsyncSandbox
+    from dsec.sdk._sync.batch import Batch
+    from dsec.sdk._sync.client import Client, Job
+    from dsec.sdk._sync.sandbox import Sandbox
+    from dsec.sdk.values import ProcessInfo
+
+    __version__: str
+
+__all__ = [
+    "AsyncBatch",
+    "AsyncClient",
+    "AsyncJob",
+    "AsyncSandbox",
+    "Batch",
+    "Capabilities",
+    "Capability",
+    "Client",
+    "CommandFailed",
+    "Conflict",
+    "CorruptLayer",
+    "CreateFailed",
+    "DeadlineExceeded",
+    "Denied",
+    "Diverged",
+    "DsecError",
+    "Exhausted",
+    "FileError",
+    "FileExists",
+    "FileNotFound",
+    "InvalidSpec",
+    "InvalidState",
+    "IsADirectory",
+    "Job",
+    "LaunchFailed",
+    "LayerInfo",
+    "NoCapacity",
+    "NoSpace",
+    "NodeDiskFull",
+    "NodeFull",
+    "NodeInfo",
+    "NodeUnreachable",
+    "NotFound",
+    "PermissionDenied",
+    "ProcessInfo",
+    "QuotaExceeded",
+    "RateLimited",
+    "Rejected",
+    "RunResult",
+    "Sandbox",
+    "SandboxInfo",
+    "SandboxLost",
+    "SnapshotFailed",
+    "Spec",
+    "Unauthenticated",
+    "Unavailable",
+    "Unknown",
+    "Unscored",
+    "Unsupported",
+    "Usage",
+    "__version__",
+]
+
+_HOMES = {
+    "dsec.model.specs": ("Spec",),
+    "dsec.model.states": (
+        "Capabilities",
+        "Capability",
+        "LayerInfo",
+        "NodeInfo",
+        "RunResult",
+        "SandboxInfo",
+        "Usage",
+    ),
+    "dsec.sdk._async.batch": ("AsyncBatch",),
+    "dsec.sdk._async.client": ("AsyncClient", "AsyncJob"),
+    "dsec.sdk._async.sandbox": ("AsyncSandbox",),
+    "dsec.sdk._sync.batch": ("Batch",),
+    "dsec.sdk._sync.client": ("Client", "Job"),
+    "dsec.sdk._sync.sandbox": ("Sandbox",),
+    "dsec.sdk.values": ("ProcessInfo",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        return _version()
+    if name not in __all__:
+        raise AttributeError(f"module 'dsec' has no attribute {name!r}")
+    value = getattr(import_module(_HOME.get(name, "dsec.model.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("dsec")
+    except PackageNotFoundError:
+        return "0+uninstalled"  # a checkout on the path

@@ -118,6 +118,27 @@ def sandbox_plan(sandbox: str, layers: list[str], **over: Any) -> dict[str, Any]
     return plan | over
 
 
+def busybox_image(directory: Path) -> Path:
+    """An EROFS image with a static busybox under its many names."""
+    root = directory / "root"
+    for name in ("bin", "etc", "proc", "sys", "dev", "tmp", "root"):
+        (root / name).mkdir(parents=True)
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        raise FileNotFoundError("busybox (Debian's busybox-static)")
+    shutil.copy(busybox, root / "bin/busybox")
+    names = subprocess.run([busybox, "--list"], stdout=subprocess.PIPE, check=True, text=True).stdout.split()
+    for name in names:
+        if name != "busybox":
+            (root / "bin" / name).symlink_to("busybox")
+    (root / "tmp").chmod(0o1777)
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\n")
+    image = directory / "base.erofs"
+    subprocess.run(["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return image
+
+
 class Node:
     """Keeper and runtime in directories of their own."""
 

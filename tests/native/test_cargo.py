@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import pytest
+
 from tests.kit.lanes import TESTS
 
 BUILD_TIMEOUT_S = 1200

@@ -6,6 +6,7 @@ what is asked here does not depend on what contains a run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -13,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +23,12 @@ from typing import Any
 
 import pytest
 
-from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
+from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
 BINARY = os.environ.get("DSEC_RUNTIME_BINARY", "")
-LAYERS = [layer for layer in os.environ.get("DSEC_RUNTIME_LAYERS", "").split(",") if layer]
+#: Set when the binary was built with the feature `plain`.
+PLAIN = bool(os.environ.get("DSEC_RUNTIME_PLAIN"))
+LAYERS = [] if PLAIN else ["sha256:" + "b" * 64]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
@@ -35,17 +39,21 @@ pytestmark = [
 WINDOW = 1 << 20
 
 
+@functools.cache
+def image() -> Path:
+    return busybox_image(Path(tempfile.mkdtemp(prefix="runtime-image-")))
+
+
 def make_node(**kwargs: Any) -> Node:
     node = Node(Path(BINARY), **kwargs)
     with node.client() as c:
-        for layer in LAYERS:
-            digest, path = layer.split("=", 1)
-            c.call("layer.mount", digest=digest, path=path)
+        for digest in LAYERS:
+            c.call("layer.mount", digest=digest, path=str(image()))
     return node
 
 
 def create(c: Client, name: str, **over: Any) -> dict[str, Any]:
-    return c.call("sandbox.create", plan=sandbox_plan(name, [x.split("=", 1)[0] for x in LAYERS], **over))
+    return c.call("sandbox.create", plan=sandbox_plan(name, LAYERS, **over))
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +278,7 @@ def shmem_kib() -> int:
 def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     before = shmem_kib()
-    number = c.send("run.start", run_plan(s, "r", ["yes"], timeout_ms=2000))
+    number = c.send("run.start", run_plan(s, "r", ["cat", "/dev/zero"], timeout_ms=2000))
     time.sleep(1.5)
     during = shmem_kib()
     r = c.wait(number, [])

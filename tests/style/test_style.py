@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+
 from tests.kit.lanes import TESTS
 
 ROOT: Final = TESTS.parent

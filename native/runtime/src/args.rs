@@ -7,6 +7,7 @@ pub const USAGE: &str = "\
 usage: dsec-runtime keeper [--foreground] [OPTIONS]   start the keeper (and with it the runtime)
        dsec-runtime serve [OPTIONS] --fds=A,B         the runtime; started by the keeper
        dsec-runtime launcher ...                      started by the runtime
+       dsec-runtime idle-user-namespace               started by the probe
        dsec-runtime failpoints                        names of the failpoints
        dsec-runtime version
 OPTIONS

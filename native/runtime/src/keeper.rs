@@ -22,10 +22,12 @@ use crate::{info, warning};
 
 /// Connections that may wait while the runtime restarts.
 const BACKLOG: i32 = 1024;
-/// A runtime that lived shorter than this died "at once".
-const SHORT_LIFE: Duration = Duration::from_secs(2);
-/// Wait after the first death at once; doubled each time up to `BACKOFF_MAX`.
+/// After a life of this length a runtime is started again at once.
+const LONG_LIFE: Duration = Duration::from_secs(2);
+/// Wait after a shorter one, doubled each time: up to the first limit if it had got to work, up to the
+/// second if it does not even start.
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
+const BACKOFF_MAX_READY: Duration = Duration::from_millis(160);
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
 /// Standard input, output and error are not for handing down.
 const MIN_INHERITED_FD: i32 = 3;
@@ -48,6 +50,7 @@ enum Runtime {
         pid: i32,
         sock: Option<OwnedFd>,
         since: Instant,
+        ready: bool,
     },
     Waiting(Instant),
     Resting,
@@ -110,9 +113,11 @@ fn announce_ready() {
     let mut out = io::stdout();
     let _ = out.write_all(b"ready\n");
     let _ = out.flush();
-    // From now on standard output leads nowhere: whoever reads it must not be kept waiting.
+    // From now on standard output and error lead nowhere: whoever reads them, perhaps as one pipe, must not be kept
+    // waiting. What there is to say goes to the log.
     if let Ok(null) = File::options().write(true).open("/dev/null") {
         let _ = rustix::stdio::dup2_stdout(&null);
+        let _ = rustix::stdio::dup2_stderr(&null);
     }
 }
 
@@ -257,6 +262,11 @@ impl Keeper {
                 self.store.forget_told();
                 self.listing = Some(self.store.keys().into());
             }
+            ToKeeper::Ready => {
+                if let Runtime::Running { ready, .. } = &mut self.runtime {
+                    *ready = true;
+                }
+            }
             ToKeeper::Restart => self.next = Next::Restart,
             ToKeeper::Rest => self.next = Next::Rest,
             ToKeeper::Stop => self.next = Next::Stop,
@@ -296,14 +306,13 @@ impl Keeper {
     }
 
     fn runtime_ended(&mut self, code: Option<i32>, signal: Option<i32>) -> bool {
-        let Runtime::Running { since, .. } = self.runtime else {
+        let Runtime::Running { since, ready, .. } = self.runtime else {
             return false;
         };
         self.listing = None;
         self.refused.clear();
         self.store.forget_told();
         let next = std::mem::replace(&mut self.next, Next::Crash);
-        let short = since.elapsed() < SHORT_LIFE;
         info!(
             "runtime.ended",
             code = code.unwrap_or(-1),
@@ -313,13 +322,15 @@ impl Keeper {
         match next {
             Next::Stop => return true,
             Next::Rest => self.runtime = Runtime::Resting,
-            Next::Restart | Next::Crash if !short => {
+            Next::Restart | Next::Crash if since.elapsed() >= LONG_LIFE => {
                 self.backoff = BACKOFF_MIN;
                 self.runtime = Runtime::Waiting(Instant::now());
             }
             Next::Restart | Next::Crash => {
+                let most = if ready { BACKOFF_MAX_READY } else { BACKOFF_MAX };
+                self.backoff = self.backoff.min(most);
                 self.runtime = Runtime::Waiting(Instant::now() + self.backoff);
-                self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+                self.backoff *= 2;
             }
         }
         false
@@ -333,12 +344,14 @@ impl Keeper {
                     pid,
                     sock: Some(sock),
                     since: Instant::now(),
+                    ready: false,
                 };
             }
             Err(e) => {
                 warning!("runtime.start.failed", error = e, wait_ms = self.backoff.as_millis());
+                self.backoff = self.backoff.min(BACKOFF_MAX);
                 self.runtime = Runtime::Waiting(Instant::now() + self.backoff);
-                self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+                self.backoff *= 2;
             }
         }
     }

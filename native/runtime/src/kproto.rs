@@ -37,6 +37,8 @@ pub enum ToKeeper {
     Del(String),
     /// Asks for every entry, then [`ToRuntime::End`].
     List,
+    /// Recovered and at work: from now on a death is not one "at once".
+    Ready,
     /// The runtime is about to end and wants to be started again at once, from the disk.
     Restart,
     /// The runtime is about to end; the next client starts it again.

@@ -39,6 +39,7 @@ fn main() -> ExitCode {
                 .collect();
             dsec_launch::launcher::main(&rest)
         }
+        "idle-user-namespace" => dsec_launch::probe::idle_user_namespace(),
         "failpoints" => {
             for name in dsec_launch::failpoint::NAMES.iter().chain(fail::NAMES) {
                 println!("{name}");

@@ -119,7 +119,8 @@ impl Backend for Real {
             .ok_or_else(|| LaunchError::new(Code::Internal, "the record names no upper"))?;
         Ok(Arc::new(RealPlace {
             shared: Arc::clone(&self.shared),
-            cgroup: self.shared.assembly.cgroups.find(&record.id)?,
+            // Some of it may be missing: it is to be released all the same.
+            cgroup: self.shared.assembly.cgroups.leftover(&record.id),
             upper,
             policy: record.policy.clone(),
         }))
@@ -159,14 +160,11 @@ impl Backend for Real {
 
 impl Real {
     fn remove_cgroup(&self, id: &str, deadline: Duration) -> Result<()> {
-        match self.shared.assembly.cgroups.find(id) {
-            Ok(cgroup) => {
-                cgroup.kill()?;
-                cgroup.remove(deadline)
-            }
-            Err(e) if e.code == Code::NotFound => Ok(()),
-            Err(e) => Err(e),
+        let cgroup = self.shared.assembly.cgroups.leftover(id);
+        if let Err(e) = cgroup.kill() {
+            crate::info!("cgroup.kill", id = id, error = e);
         }
+        cgroup.remove(deadline)
     }
 }
 
@@ -212,11 +210,7 @@ impl Place for RealPlace {
     }
 
     fn usage(&self) -> Result<Usage> {
-        let mut usage = self.cgroup.usage()?;
-        let disk = self.shared.assembly.uppers.usage(&self.upper)?;
-        usage.disk_bytes = disk.bytes;
-        usage.disk_inodes = disk.inodes;
-        Ok(usage)
+        self.shared.assembly.usage(&self.cgroup, &self.upper)
     }
 
     fn release(&self, deadline: Duration) -> Result<()> {

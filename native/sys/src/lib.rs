@@ -13,20 +13,19 @@ pub mod process;
 pub mod quota;
 pub mod seccomp;
 
-use std::io;
 
 /// Turns the -1/errno convention into a `Result`.
-pub(crate) fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+pub(crate) fn check(result: libc::c_long) -> std::io::Result<libc::c_long> {
     if result < 0 {
-        Err(io::Error::last_os_error())
+        Err(std::io::Error::last_os_error())
     } else {
         Ok(result)
     }
 }
 
-pub(crate) fn check_int(result: libc::c_int) -> io::Result<libc::c_int> {
+pub(crate) fn check_int(result: libc::c_int) -> std::io::Result<libc::c_int> {
     if result < 0 {
-        Err(io::Error::last_os_error())
+        Err(std::io::Error::last_os_error())
     } else {
         Ok(result)
     }

@@ -99,9 +99,9 @@ class _Sandbox:
             self.ended.set()
         return self.exit
 
-    def lost(self) -> SandboxLost:
+    def lost(self, reason: EndReason = "lost") -> SandboxLost:
         """The error for a call on it after its end."""
-        reason = self.exit.reason if self.exit else "lost"
+        reason = self.exit.reason if self.exit else reason
         return SandboxLost(
             f"sandbox {self.plan.id} has ended ({reason})", detail={"reason": reason}, sandbox_id=self.plan.id
         )
@@ -272,8 +272,9 @@ class FakeRuntime:
         await box.world.faults.visit("stop", box.world.clock)
         running = [run for run in box.runs.values() if run.alive]
         if grace_s > 0 and running:
+            error = box.lost("stopped")
             for run in running:
-                run.signal(TERM)
+                run.signal(TERM, error)
             await _grace(running, grace_s, box.world.clock)
         return box.end(Exit(reason="stopped"))
 

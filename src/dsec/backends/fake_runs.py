@@ -178,11 +178,12 @@ class FakeRun:
 
     # What is done to it.
 
-    def signal(self, number: int) -> None:
-        """Deliver a signal to its process, which may ignore it."""
+    def signal(self, number: int, lost: DsecError | None = None) -> None:
+        """Deliver a signal to its process, which may ignore it. With `lost`, that is what its death by it means."""
         ignored = number in self.ignored or number in _IGNORED_BY_DEFAULT
         if self.alive and (number in _NEVER_IGNORED or not ignored) and number != signals.SIGSTOP:
             self._verdict = self._verdict or ("signalled", number)
+            self._error = self._error or lost
             self._cancel()
 
     def kill_tree(self, cause: Cause) -> None:

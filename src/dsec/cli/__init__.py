@@ -1,1 +1,1 @@
-
+"""The `dsec` command."""

@@ -1,1 +1,1 @@
-
+"""The SDK: `Client`, `Sandbox` and their async twins. What is public is in `dsec`."""

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.kit.erofs import mounted, overlay
 
 from dsec.images import Config, LayerStore
 from dsec.model import failpoint
 from dsec.model.errors import Conflict, CorruptLayer, InvalidSpec, NodeDiskFull, NotFound, Unavailable
 from dsec.model.states import LayerInfo
+from tests.kit.erofs import mounted, overlay
 
 
 @pytest.fixture

@@ -195,6 +195,7 @@ pub fn run(options: Options) -> io::Result<()> {
     server.watch(server.link.fd(), Token::Keeper, EventFlags::IN)?;
     server.watch(server.results.fd(), Token::Finished, EventFlags::IN)?;
     server.watch(server.listen.as_fd(), Token::Listen, EventFlags::IN)?;
+    server.link.say(&ToKeeper::Ready)?;
     info!("runtime.ready", sandboxes = server.sandboxes.len(), runs = server.runs.len());
     server.serve()
 }

@@ -94,13 +94,22 @@ async def after_stop_everything_is_sandbox_lost(subject: Subject) -> None:
 
 @check()
 async def stop_with_grace_ends_in_time(subject: Subject) -> None:
-    """A program that ignores SIGTERM does not delay a stop beyond the grace."""
+    """A program that ignores SIGTERM does not delay a stop beyond the grace; one that dies of it has no result."""
     async with backend(subject) as over:
         plan = subject.plan()
         runtime = await soon(over.start(plan))
-        spawned = await Box(runtime, plan).spawn(f'trap "" TERM; sleep {FOREVER}; sleep {FOREVER}')
+        box = Box(runtime, plan)
+        ready = asyncio.Event()
+
+        async def sink(stream: int, offset: int, data: bytes) -> None:
+            ready.set()
+
+        deaf = await box.spawn(f'trap "" TERM; echo ready; sleep {FOREVER}; sleep {FOREVER}', sink=sink)
+        meek = await box.spawn_plan(box.command("sleep", FOREVER))
+        await soon(ready.wait(), "the trap")
         equal((await soon(runtime.stop(grace_s=0.2))).reason, "stopped", "the reason")
-        await raises(SandboxLost, spawned.task, "the run in flight")
+        await raises(SandboxLost, deaf.task, "the run that ignores it")
+        await raises(SandboxLost, meek.task, "the run that dies of it")
 
 
 @check()

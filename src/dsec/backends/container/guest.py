@@ -84,8 +84,9 @@ class ContainerGuest:
         The kernel kills a process namespace from the inside out: its programs end before its init can be waited for, so
         their ends arrive first, and the init tells by its flags that it is on its way.
         """
-        killed = result.signal == SIGKILL and result.cause in ("signalled", "killed")
-        if killed and (self._stopping() or self._ended.done() or proc.is_ending(self._init_pid)):
+        by_us = result.cause == "killed" and (self._stopping() or self._ended.done())
+        by_kernel = result.signal == SIGKILL and result.cause in ("signalled", "killed")
+        if by_us or (by_kernel and proc.is_ending(self._init_pid)):
             await asyncio.wait((self._ended,), timeout=END_KNOWN_WITHIN_S)
             raise lost(self._id, known(self._ended) or Exit(reason="lost", detail="it is being ended"))
         return plans.outcome(result)

@@ -1,0 +1,1 @@
+"""What is compared: each peer is started, driven and measured by the bench itself."""

@@ -1,0 +1,42 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dsec.model.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from dsec.sdk._sync.client import Client
+
+
+def client(args: argparse.Namespace) -> Client:
+    """The client for `--url`."""
+    from dsec.sdk._sync.client import Client
+
+    return Client(args.url)
+
+
+def pairs(option: str, items: Sequence[str] | None) -> dict[str, str]:
+    """`KEY=VALUE` options as a dict."""
+    found = {}
+    for item in items or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise InvalidSpec.field(option, item, "KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def switches(option: str, items: Sequence[str] | None) -> dict[str, bool]:
+    """`NAME=on` or `NAME=off` options as a dict."""
+    words = {"on": True, "true": True, "off": False, "false": False}
+    found = {}
+    for name, value in pairs(option, items).items():
+        if value not in words:
+            raise InvalidSpec.field(option, f"{name}={value}", "NAME=on or NAME=off")
+        found[name] = words[value]
+    return found

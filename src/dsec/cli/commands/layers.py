@@ -1,0 +1,98 @@
+"""`dsec layer import`, `ls`, `rm`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsec.cli.commands.common import client, pairs
+from dsec.cli.terminal import age, note, show_json, size, table
+from dsec.model.errors import DsecError
+
+if TYPE_CHECKING:
+    import argparse
+
+_PATH_SCHEMES = ("dir:", "tar:")
+
+
+def layer_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec layer`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("import", help="make a layer of a directory, a tar or a Debian release")
+    add.add_argument("source", help="dir:PATH, tar:PATH or debootstrap:bookworm")
+    add.add_argument("name", help="name:tag, or name@version, which never moves")
+    add.add_argument("--role", choices=["base", "workspace", "toolkit"], default="base")
+    add.add_argument("--env", action="append", metavar="KEY=VALUE", help="for programs in it (repeatable)")
+    add.add_argument("--cwd", metavar="DIR", help="where programs in it start")
+    add.add_argument("--user", help="who programs in it run as")
+    add.add_argument("--json", action="store_true", help="the layer as JSON")
+    show = actions.add_parser("ls", help="list layers")
+    show.add_argument("--json", action="store_true", help="a JSON list")
+    remove = actions.add_parser("rm", help="remove layers that no sandbox uses")
+    remove.add_argument("layer", nargs="+", help="name:tag, name@version or sha256:...")
+
+
+def layer_command(args: argparse.Namespace) -> int:
+    """What `dsec layer ACTION` does."""
+    return {"import": _import, "ls": _list, "rm": _remove}[args.action](args)
+
+
+def _import(args: argparse.Namespace) -> int:
+    made = client(args)
+    layer = made.layers.import_(
+        _absolute(args.source),
+        args.name,
+        role=args.role,
+        env=pairs("env", args.env),
+        cwd=args.cwd,
+        user=args.user,
+        on_progress=note,
+    )
+    if args.json:
+        show_json(layer)
+    else:
+        print(layer.digest)
+    return 0
+
+
+def _absolute(source: str) -> str:
+    # The node resolves paths, and its working directory is not ours.
+    for scheme in _PATH_SCHEMES:
+        if source.startswith(scheme):
+            return scheme + str(Path(source.removeprefix(scheme)).absolute())
+    return source
+
+
+def _list(args: argparse.Namespace) -> int:
+    layers = client(args).layers.list()
+    if args.json:
+        show_json(layers)
+        return 0
+    now = time.time()
+    rows = [
+        (
+            " ".join(layer.names) or "-",
+            layer.role,
+            size(layer.size_bytes),
+            age(now - layer.created_at) if layer.created_at else "-",
+            str(layer.in_use),
+            layer.digest[:19],
+        )
+        for layer in layers
+    ]
+    print(table(("NAME", "ROLE", "SIZE", "AGE", "IN USE", "DIGEST"), rows))
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    made = client(args)
+    failed = 0
+    for ref in args.layer:
+        try:
+            made.layers.remove(ref)
+            print(ref)
+        except DsecError as error:
+            note(f"dsec: {ref}: {error}")
+            failed += 1
+    return 1 if failed else 0

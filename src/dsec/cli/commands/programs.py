@@ -1,0 +1,192 @@
+"""`dsec run` and `dsec exec`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from dsec.cli.commands.common import client, pairs, switches
+from dsec.cli.terminal import Sink, note
+from dsec.model import limits
+from dsec.model.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    import argparse
+
+    from dsec.model.states import RunResult
+    from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.sandbox import Sandbox
+    from dsec.sdk.values import Command, SpecFields
+
+_PIPED: Final = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
+
+
+def _program_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    import argparse
+
+    parser.add_argument("--cwd", "-w", metavar="DIR", help="where the program starts")
+    parser.add_argument("--env", "-e", action="append", metavar="KEY=VALUE", help="(repeatable)")
+    parser.add_argument("--user", "-u", help="name, uid, name:group or uid:gid")
+    parser.add_argument("--timeout-s", type=float, metavar="S", help="kill it after that many seconds (exit code 137)")
+    parser.add_argument("--no-stdin", action="store_true", help="give the program nothing to read, even from a pipe")
+    parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND" if required else "[COMMAND]",
+        help="a program and its arguments; a single word with spaces is a shell command line",
+    )
+
+
+def run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec run`."""
+    parser.add_argument("--backend", default="container", help="container, microvm, vm or fncall")
+    parser.add_argument("--image", help="an image to import if missing (docker://...)")
+    parser.add_argument("--base", help="a base layer (default: debian:12)")
+    parser.add_argument("--workspace", metavar="LAYER", help="a workspace layer")
+    parser.add_argument("--toolkit", action="append", default=[], metavar="LAYER", help="a toolkit layer (repeatable)")
+    parser.add_argument("--cpu", type=float, default=limits.CPU_DEFAULT, help="cores (default: %(default)s)")
+    parser.add_argument("--memory-mib", type=int, default=limits.MEMORY_DEFAULT_MIB, help="(default: %(default)s)")
+    parser.add_argument("--disk-mib", type=int, default=limits.DISK_DEFAULT_MIB, help="(default: %(default)s)")
+    parser.add_argument("--pids", type=int, default=limits.PIDS_DEFAULT, help="(default: %(default)s)")
+    parser.add_argument("--idle-timeout-s", type=float, default=limits.IDLE_TIMEOUT_DEFAULT_S, metavar="S")
+    parser.add_argument("--lifetime-s", type=float, default=limits.LIFETIME_DEFAULT_S, metavar="S")
+    parser.add_argument("--wait-s", type=float, default=0.0, metavar="S", help="how long to wait for room")
+    parser.add_argument("--network", action="append", metavar="NAME=on|off", help="a mirror (repeatable)")
+    parser.add_argument("--name", help="a name for the sandbox")
+    parser.add_argument("--job", help="the job it belongs to")
+    parser.add_argument("--label", action="append", metavar="KEY=VALUE", help="(repeatable)")
+    parser.add_argument("--keep", action="store_true", help="leave the sandbox running and print its id on stderr")
+    parser.add_argument("-d", "--detach", action="store_true", help="only create it and print its id")
+    _program_options(parser, required=False)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Create a sandbox, run a program, stop it. The exit code is the program's."""
+    command = _command(args.command)
+    if command is None and not args.detach:
+        raise InvalidSpec.field("command", "", "a program to run (or --detach to only create the sandbox)")
+    if command is not None and args.detach:
+        raise InvalidSpec.field("--detach", args.command, "no program: `dsec exec` runs one in the sandbox")
+    _sigterm_ends()
+    stdin = None if args.detach else _stdin(args)
+    with ExitStack() as stack:
+        sandbox = _create(client(args), args)
+        if args.detach:
+            print(sandbox.id)
+            return 0
+        if args.keep:
+            note(sandbox.id)
+        else:
+            stack.enter_context(sandbox)
+        return _exit_code(_stream(sandbox, command, stdin, args, env=None))
+
+
+def _create(made: Client, args: argparse.Namespace) -> Sandbox:
+    fields: SpecFields = {
+        "backend": args.backend,
+        "image": args.image,
+        "base": args.base,
+        "workspace": args.workspace,
+        "toolkits": args.toolkit,
+        "cpu": args.cpu,
+        "memory_mib": args.memory_mib,
+        "disk_mib": args.disk_mib,
+        "pids": args.pids,
+        "idle_timeout_s": args.idle_timeout_s,
+        "lifetime_s": args.lifetime_s,
+        "wait_s": args.wait_s,
+        "network": switches("network", args.network),
+        "env": pairs("env", args.env),
+        "cwd": args.cwd,
+        "user": args.user,
+        "name": args.name,
+        "job": args.job,
+        "labels": pairs("label", args.label),
+    }
+    return made.create(**fields)
+
+
+def exec_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec exec`."""
+    parser.add_argument("sandbox", help="id or name")
+    _program_options(parser, required=True)
+
+
+def exec_command(args: argparse.Namespace) -> int:
+    """Run a program in a sandbox. The exit code is the program's."""
+    command = _command(args.command)
+    if command is None:
+        raise InvalidSpec.field("command", "", "a program to run")
+    _sigterm_ends()
+    stdin = _stdin(args)
+    sandbox = client(args).get(args.sandbox)
+    return _exit_code(_stream(sandbox, command, stdin, args, env=pairs("env", args.env)))
+
+
+def _stream(
+    sandbox: Sandbox,
+    command: Command | None,
+    stdin: bytes | None,
+    args: argparse.Namespace,
+    env: dict[str, str] | None,
+) -> RunResult:
+    sinks = {1: Sink(sys.stdout.buffer, raw=args.raw), 2: Sink(sys.stderr.buffer, raw=args.raw)}
+    try:
+        return sandbox.run(
+            command or "",
+            cwd=args.cwd,
+            env=env,
+            user=args.user,
+            stdin=stdin,
+            timeout_s=args.timeout_s,
+            on_output=lambda stream, data: sinks[stream].write(data),
+        )
+    finally:
+        for sink in sinks.values():
+            sink.close()
+
+
+def _exit_code(result: RunResult) -> int:
+    if result.cause != "exited":
+        what = {"timeout": "its time was over", "oom": "it ran out of memory", "killed": "it was killed"}
+        note(f"dsec: the program ended by signal {result.signal}: {what.get(result.cause, result.cause)}")
+    if result.limits_hit:
+        note(f"dsec: limits hit: {', '.join(result.limits_hit)}")
+    return result.exit_code
+
+
+def _command(words: list[str]) -> Command | None:
+    words = words[1:] if words[:1] == ["--"] else words
+    if not words:
+        return None
+    return words[0] if len(words) == 1 else words
+
+
+def _stdin(args: argparse.Namespace) -> bytes | None:
+    """What is piped in; nothing from a terminal or /dev/null."""
+    if args.no_stdin or sys.stdin is None:
+        return None
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed
+        return None
+    if not any(is_a(mode) for is_a in _PIPED):
+        return None
+    data = sys.stdin.buffer.read(limits.STDIN_MAX_BYTES + 1)
+    if len(data) > limits.STDIN_MAX_BYTES:
+        raise InvalidSpec.field("stdin", "more", f"at most {limits.STDIN_MAX_BYTES} bytes")
+    return data
+
+
+def _sigterm_ends() -> None:
+    """SIGTERM ends us as ^C does: the program is killed and the sandbox stopped."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)

@@ -1,0 +1,107 @@
+"""`dsec ps`, `inspect`, `stop`, `job stop`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from dsec.cli.commands.common import client, pairs
+from dsec.cli.terminal import age, note, show_json, table
+from dsec.model import limits
+from dsec.model.errors import DsecError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from dsec.model.states import SandboxInfo
+    from dsec.sdk.values import States
+
+
+def ps_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec ps`."""
+    parser.add_argument("-a", "--all", action="store_true", help="those that ended not long ago, too")
+    parser.add_argument("-q", "--quiet", action="store_true", help="ids only")
+    parser.add_argument("--state", action="append", help="only in this state (repeatable)")
+    parser.add_argument("--job", help="only of this job")
+    parser.add_argument("--label", action="append", metavar="KEY=VALUE", help="only with this label (repeatable)")
+    parser.add_argument("--json", action="store_true", help="a JSON list")
+
+
+def ps_command(args: argparse.Namespace) -> int:
+    """List sandboxes."""
+    state: States | None = args.state or ("any" if args.all else None)
+    found = client(args).list(labels=pairs("label", args.label), job=args.job, state=state)
+    infos = [sandbox._info for sandbox in found]
+    shown = [info for info in infos if info is not None]
+    if args.json:
+        show_json(shown)
+    elif args.quiet:
+        for info in shown:
+            print(info.id)
+    else:
+        head = ("ID", "NAME", "STATE", "BACKEND", "FROM", "JOB", "AGE", "IDLE")
+        print(table(head, [_row(info, time.time()) for info in shown]))
+    return 0
+
+
+def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
+    spec = info.spec
+    source = spec.image or spec.environment or spec.snapshot or spec.base or next((x.ref for x in info.layers), "")
+    idle = age(now - info.idle_since) if info.idle_since is not None and info.ended_at is None else ""
+    state = f"{info.state} ({info.end_reason})" if info.end_reason not in (None, info.state) else info.state
+    since = info.started_at or info.created_at
+    return (info.id, info.name or "", state, info.backend, source, info.job or "", age(now - since), idle)
+
+
+def inspect_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec inspect`."""
+    parser.add_argument("sandbox", help="id or name")
+    parser.add_argument("--json", action="store_true", help="as always: the answer is JSON")
+
+
+def inspect_command(args: argparse.Namespace) -> int:
+    """Everything about one sandbox, as JSON."""
+    sandbox = client(args).get(args.sandbox)
+    about: dict[str, object] = {"sandbox": sandbox._info}
+    if sandbox.state == "running":
+        about |= {"usage": sandbox.usage(), "processes": sandbox.processes()}
+    show_json(about)
+    return 0
+
+
+def stop_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec stop`."""
+    parser.add_argument("sandbox", nargs="+", help="ids or names")
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=limits.GRACE_DEFAULT_S,
+        metavar="S",
+        help="seconds between SIGTERM and the end (default: %(default)s)",
+    )
+
+
+def stop_command(args: argparse.Namespace) -> int:
+    """Stop sandboxes for good. One that fails does not keep the others running."""
+    made = client(args)
+    failed = 0
+    for ref in args.sandbox:
+        try:
+            made.get(ref).stop(grace_s=args.grace_s)
+            print(ref)
+        except DsecError as error:
+            note(f"dsec: {ref}: {error}")
+            failed += 1
+    return 1 if failed else 0
+
+
+def job_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec job`."""
+    parser.add_argument("action", choices=["stop"])
+    parser.add_argument("job", help="the job's name")
+
+
+def job_command(args: argparse.Namespace) -> int:
+    """Stop all sandboxes of a job."""
+    print(f"stopped {client(args).job(args.job).stop()}")
+    return 0

@@ -1,0 +1,226 @@
+"""`dsec up` and `dsec down`: the node agent of this machine, started in the background and stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dsec.cli.agentlock import read_lock
+from dsec.cli.terminal import note
+from dsec.model.errors import DeadlineExceeded, DsecError, NodeUnreachable, Rejected, Unavailable, Unsupported
+
+if TYPE_CHECKING:
+    import argparse
+
+RUN_DIR: Final = "/run/dsec"
+STATE_DIR: Final = "/var/lib/dsec"
+LOG_NAME: Final = "agent.log"
+# A first start may have to recover thousands of sandboxes.
+UP_TIMEOUT_S: Final = 60.0
+DOWN_TIMEOUT_S: Final = 30.0
+LOG_LINES_SHOWN: Final = 8
+_POLL_S: Final = 0.05
+# What the extra `dsec[node]` brings; the agent imports them all.
+NODE_MODULES: Final = ("uvicorn", "uvloop", "httptools", "starlette")
+
+
+class NotStarted(Unavailable):
+    """The node agent did not come up."""
+
+
+def _directories(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, default=Path(os.environ.get("DSEC_RUN_DIR") or RUN_DIR), metavar="DIR")
+    parser.add_argument(
+        "--state-dir", type=Path, default=Path(os.environ.get("DSEC_STATE_DIR") or STATE_DIR), metavar="DIR"
+    )
+
+
+def up_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec up`."""
+    import argparse
+
+    _directories(parser)
+    parser.add_argument("--foreground", action="store_true", help="stay in this terminal (for a service manager)")
+    parser.add_argument("--timeout-s", type=float, default=UP_TIMEOUT_S, metavar="S", help="(default: %(default)s)")
+    parser.add_argument(
+        "agent",
+        nargs=argparse.REMAINDER,
+        metavar="-- AGENT OPTION",
+        help="for the agent: `python -m dsec.node --help` lists them (--listen, --backend, --node ...)",
+    )
+
+
+def up_command(args: argparse.Namespace) -> int:
+    """Start the agent and wait until it answers."""
+    _require_node()
+    run_dir, state_dir = args.run_dir.absolute(), args.state_dir.absolute()
+    pid = read_lock(run_dir)
+    if pid is not None:
+        print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock")
+        return 0
+    extra = args.agent[1:] if args.agent[:1] == ["--"] else args.agent
+    line = [sys.executable, "-m", "dsec.node", "--run-dir", str(run_dir), "--state-dir", str(state_dir), *extra]
+    if args.foreground:
+        os.execv(sys.executable, line)
+    process, log, start = _start(line, state_dir)
+    node = _await(process, log, start, run_dir, args.timeout_s)
+    print(f"node {node} is up (pid {process.pid}): {run_dir}/api.sock; log: {log}")
+    if run_dir != Path(RUN_DIR):
+        print(f"for other commands: export DSEC_RUN_DIR={run_dir}")
+    return 0
+
+
+def _require_node() -> None:
+    missing = [name for name in NODE_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: pip install 'dsec[node]'")
+
+
+def _start(line: list[str], state_dir: Path) -> tuple[subprocess.Popen[bytes], Path, int]:
+    """The agent as a daemon: a session of its own, its words in a log. With the length of the log before it."""
+    log = state_dir / LOG_NAME
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        # Private: the log names commands and paths of sandboxes.
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise NotStarted(f"cannot write {log}: {error}; run as root, or give --run-dir and --state-dir") from error
+    with os.fdopen(fd, "ab") as opened:
+        start = opened.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, start_new_session=True, cwd="/"
+        )
+        return process, log, start
+
+
+def _await(process: subprocess.Popen[bytes], log: Path, start: int, run_dir: Path, timeout_s: float) -> str:
+    from dsec.sdk._sync.client import Client
+
+    client = Client(f"unix://{run_dir}/api.sock")
+    end = time.monotonic() + timeout_s
+    while True:
+        # First the process, then the question: an agent that answers is up, whatever happens next.
+        code = process.poll()
+        try:
+            return client.node().node
+        except Rejected as error:
+            raise NotStarted(f"the node agent answers, but not to us: {error}") from error
+        except NodeUnreachable:
+            pass
+        if code is not None:
+            raise NotStarted(f"the node agent ended with code {code}; the end of {log}:\n{_last_words(log, start)}")
+        if time.monotonic() > end:
+            _end(process)
+            words = _last_words(log, start)
+            raise NotStarted(f"the node agent did not answer within {timeout_s:g} s; the end of {log}:\n{words}")
+        time.sleep(_POLL_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(DOWN_TIMEOUT_S)
+        return
+    process.kill()
+    process.wait()
+
+
+def _last_words(log: Path, start: int) -> str:
+    with log.open("rb") as opened:
+        opened.seek(start)
+        lines = opened.read().decode("utf-8", "replace").strip().splitlines()
+    return "\n".join(lines[-LOG_LINES_SHOWN:]) or "(nothing)"
+
+
+def down_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `dsec down`."""
+    _directories(parser)
+    parser.add_argument("--stop-all", action="store_true", help="stop all sandboxes first, and then the runtime too")
+    parser.add_argument("--timeout-s", type=float, default=DOWN_TIMEOUT_S, metavar="S", help="(default: %(default)s)")
+
+
+def down_command(args: argparse.Namespace) -> int:
+    """Stop the agent; without --stop-all its sandboxes live on."""
+    run_dir = args.run_dir.absolute()
+    pid = read_lock(run_dir)
+    if pid is None:
+        if args.stop_all:
+            raise NodeUnreachable(f"no node agent runs in {run_dir}: `dsec up` first, it finds the sandboxes again")
+        print(f"no node agent runs in {run_dir}")
+        return 0
+    if args.stop_all:
+        _stop_all(run_dir)
+    _terminate(pid, run_dir, args.timeout_s)
+    print(f"the node agent (pid {pid}) has stopped")
+    if args.stop_all:
+        _stop_runtime(run_dir)
+    return 0
+
+
+def _stop_all(run_dir: Path) -> None:
+    from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.net import each
+
+    client = Client(f"unix://{run_dir}/api.sock")
+    stopped = 0
+    # Again until there is none: callers may create more while we stop these.
+    while found := list(client.list()):
+        errors = each(lambda sandbox: sandbox.stop(grace_s=0), found)
+        if errors:
+            raise errors[0]
+        stopped += len(found)
+    print(f"stopped {stopped} sandbox{'' if stopped == 1 else 'es'}")
+
+
+def _terminate(pid: int, run_dir: Path, timeout_s: float) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        # The lock again: between reading it and opening the pidfd the number may have become another process's.
+        if read_lock(run_dir) != pid:
+            return
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            raise DeadlineExceeded(
+                f"the node agent (pid {pid}) has not stopped within {timeout_s:g} s; its log says why"
+            )
+    except PermissionError as error:
+        raise Unavailable(f"the node agent (pid {pid}) is another user's: {error}; run as root") from error
+    finally:
+        os.close(fd)
+
+
+def _stop_runtime(run_dir: Path) -> None:
+    """End keeper and runtime, which outlive the agent for the sandboxes' sake; there are none now."""
+    if not (run_dir / "runtime.sock").exists():
+        return
+    import asyncio
+
+    from dsec.wire.runtime import RuntimeClient
+
+    async def stop() -> None:
+        runtime = RuntimeClient(run_dir / "runtime.sock")
+        try:
+            await runtime.connect()
+            await runtime.stop_keeper()
+        finally:
+            await runtime.close()
+
+    try:
+        asyncio.run(stop())
+    except DsecError as error:
+        note(f"dsec: the runtime goes on: {error}")
+        return
+    print("the runtime has stopped")

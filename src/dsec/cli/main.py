@@ -1,0 +1,103 @@
+"""Finds the command, imports only its module, and turns errors into one line and an exit code.
+
+argparse and modules imported when called: typer with rich takes longer to import than all of `dsec ps` may take.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+# Name: (module below dsec.cli.commands, function prefix, what it does).
+COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
+    "up": ("service", "up", "start the node agent of this machine"),
+    "down": ("service", "down", "stop the node agent; sandboxes live on (--stop-all: stop them first)"),
+    "run": ("programs", "run", "create a sandbox, run a program in it, stop it"),
+    "exec": ("programs", "exec", "run a program in a sandbox"),
+    "ps": ("sandboxes", "ps", "list sandboxes"),
+    "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
+    "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
+    "rm": ("sandboxes", "stop", ""),
+    "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job"),
+    "layer": ("layers", "layer", "import, list and remove layers"),
+    "doctor": ("doctor", "doctor", "what this machine can do and what to mend"),
+    "bench": ("bench", "bench", "measure this machine (from a checkout)"),
+}
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+# The platform failed and not the program: nothing a program usually returns.
+EXIT_PLATFORM: Final = 125
+EXIT_PIPE: Final = 141
+EXIT_INTERRUPTED: Final = 130
+_RUNS_PROGRAMS: Final = ("run", "exec")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `dsec ARGS`."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if args else EXIT_USAGE
+    if args[0] in ("-V", "--version"):
+        import dsec
+
+        print(f"dsec {dsec.__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        print(f"dsec: no command {args[0]!r}\n\n{_usage()}", file=sys.stderr)
+        return EXIT_USAGE
+    return _guarded(args[0], args[1:])
+
+
+def _guarded(name: str, args: list[str]) -> int:
+    from dsec.cli.terminal import note
+    from dsec.model.errors import DsecError
+
+    try:
+        code = _call(name, args)
+        sys.stdout.flush()
+        return code
+    except DsecError as error:
+        note(_explain(error))
+        return EXIT_PLATFORM if name in _RUNS_PROGRAMS else EXIT_FAILED
+    except KeyboardInterrupt as error:
+        for line in getattr(error, "__notes__", ()):
+            note(f"dsec: {line}")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+def _explain(error: BaseException) -> str:
+    lines = [f"dsec: {error}", *(f"dsec: {line}" for line in getattr(error, "__notes__", ()))]
+    request = getattr(error, "request_id", None)
+    if request and getattr(error, "code", "") in ("internal", "unavailable", "launch_failed"):
+        lines.append(f"dsec: request {request}: the node's log has more")
+    return "\n".join(lines)
+
+
+def _call(name: str, args: list[str]) -> int:
+    import argparse
+    from importlib import import_module
+
+    module_name, prefix, about = COMMANDS[name]
+    module = import_module(f"dsec.cli.commands.{module_name}")
+    parser = argparse.ArgumentParser(prog=f"dsec {name}", description=about or None, allow_abbrev=False)
+    parser.add_argument("--url", help="the node or gateway (default: DSEC_URL, else this machine's node)")
+    getattr(module, f"{prefix}_options")(parser)
+    code: int = getattr(module, f"{prefix}_command")(parser.parse_args(args))
+    return code
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {about}" for name, (_, _, about) in COMMANDS.items() if about]
+    return "\n".join(["usage: dsec COMMAND [OPTIONS]", "", *lines, "", "`dsec COMMAND --help` says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What goes to a terminal: text from sandboxes is never let through as it is.
+
+A program in a sandbox chooses its output, file names, even its own command line. Raw control characters would let it
+set the window's title, write to the clipboard, or hide what happened.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO, Final
+
+# C0 and C1 controls, DEL, and what reorders or hides text: bidirectional controls, zero-width characters, BOM.
+_UNSAFE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# In a stream of output a line's end, a tab and a return to the line's start are what they are, and colours stay.
+_UNSAFE_STREAM: Final = re.compile(
+    "\x1b\\[[0-9;]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
+)
+_COLOUR_BEGUN: Final = re.compile("\x1b(?:\\[[0-9;]{0,32})?\\Z")
+_RESET: Final = "\x1b[0m"
+
+
+def _escape(match: re.Match[str]) -> str:
+    text = match.group()
+    if len(text) > 1:
+        return text  # a colour
+    code = ord(text)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def safe(text: str) -> str:
+    """One line, with everything a terminal might act on escaped."""
+    return _UNSAFE.sub(_escape, text)
+
+
+class Filter:
+    """Makes a stream of output bytes safe for a terminal: invalid UTF-8 and controls are shown, not sent."""
+
+    def __init__(self) -> None:
+        import codecs
+
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._held = ""
+        self._coloured = False
+
+    def feed(self, data: bytes, *, final: bool = False) -> str:
+        """The text that can be shown now; what may be the start of a colour waits for its end."""
+        text = self._held + self._decoder.decode(data, final)
+        self._held = ""
+        if not final and (begun := _COLOUR_BEGUN.search(text)):
+            self._held = text[begun.start() :]
+            text = text[: begun.start()]
+        shown = _UNSAFE_STREAM.sub(_escape, text)
+        self._coloured = self._coloured or "\x1b" in shown
+        return shown + _RESET if final and self._coloured else shown
+
+
+class Sink:
+    """Where a program's stream goes: to a file or pipe exactly, to a terminal made safe (unless `raw`)."""
+
+    def __init__(self, out: BinaryIO, *, raw: bool = False) -> None:
+        self._out = out
+        self._filter = None if raw or not out.isatty() else Filter()
+
+    def write(self, data: bytes) -> None:
+        """At once: nobody wants to wait for a buffer to fill."""
+        self._out.write(self._filter.feed(data).encode("utf-8") if self._filter else data)
+        self._out.flush()
+
+    def close(self) -> None:
+        """What was held back."""
+        if self._filter:
+            self._out.write(self._filter.feed(b"", final=True).encode("utf-8"))
+            self._out.flush()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns under their names, every cell made safe."""
+    lines = [list(head), *([safe(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def show_json(value: object) -> None:
+    """One JSON document, in ASCII: whatever is in it, a terminal shows it and a program reads it."""
+    import msgspec
+
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode("utf-8")
+    print(re.sub("[^\n\x20-\x7e]", _json_escape, text))
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    units = match.group().encode("utf-16-be")
+    return "".join(f"\\u{int.from_bytes(units[i : i + 2], 'big'):04x}" for i in range(0, len(units), 2))
+
+
+def note(text: str) -> None:
+    """A line for a person, beside the output."""
+    print("\n".join(safe(line) for line in text.split("\n")), file=sys.stderr)
+
+
+def age(seconds: float) -> str:
+    """A time span in one unit."""
+    seconds = max(seconds, 0)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def size(count: float) -> str:
+    """Bytes in a readable unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,145 @@
+"""One sandbox, from the outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from dsec.model import limits
+from dsec.model.errors import DsecError, NotFound, SandboxLost
+from dsec.model.ids import new_key
+from dsec.model.states import RunResult, SandboxInfo, State, Usage
+from dsec.sdk import codec, values
+from dsec.sdk._async.run import AsyncRun
+
+if TYPE_CHECKING:
+    from dsec.sdk._async.client import AsyncClient
+
+
+class _Processes(msgspec.Struct):
+    items: tuple[values.ProcessInfo, ...]
+
+
+class AsyncSandbox:
+    """A handle on one sandbox. As a context manager it stops the sandbox at the end.
+
+    It pickles to the URL of its server and its id, never to a key: where it is unpickled, DSEC_API_KEY has the key.
+    """
+
+    def __init__(self, client: AsyncClient, sandbox_id: str, info: SandboxInfo | None = None) -> None:
+        self._client = client
+        self._id = sandbox_id
+        self._info = info
+        self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}"
+
+    @property
+    def id(self) -> str:
+        """Its id: `sbx-<node>-<random>`."""
+        return self._id
+
+    @property
+    def name(self) -> str | None:
+        """Its name, if it has one (None as well in an unpickled handle before its first `info()`)."""
+        return self._info.name if self._info else None
+
+    @property
+    def state(self) -> State | None:
+        """Its state as of the last answer; `info()` asks again. None in an unpickled handle before that."""
+        return self._info.state if self._info else None
+
+    def __repr__(self) -> str:
+        name = f" name={self.name!r}" if self.name else ""
+        return f"<{type(self).__name__} {self._id}{name} {self.state or ''}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._client.url, self._id)
+
+    async def info(self) -> SandboxInfo:
+        """What its node knows of it now."""
+        return await self._update("GET", "")
+
+    async def run(
+        self,
+        command: values.Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: str | bytes | None = None,
+        timeout_s: float | None = None,
+        on_output: values.OnOutput | None = None,
+        check: bool = False,
+    ) -> RunResult:
+        """Run a program to its end. A str runs as `/bin/sh -c`, a list is argv and needs no shell.
+
+        Nothing the program does raises, except with `check=True`: CommandFailed, with `.result`.
+        `on_output(stream, data)` gets output as it comes (stream 1 or 2); while it works the program waits, and its
+        exception kills the run and is raised. Cancelling the call (KeyboardInterrupt, a cancelled task) kills the
+        program. A connection that breaks is made again and the call goes on under its key; NodeUnreachable: the
+        server is silent or stays away.
+        """
+        spec = values.make_run(command, cwd=cwd, env=env, user=user, stdin=stdin, timeout_s=timeout_s)
+        result = await AsyncRun(self._client.transport, self._path, spec, on_output).result()
+        if check and not result.ok:
+            raise values.command_failed(command, result, self._id)
+        return result
+
+    async def stop(self, *, grace_s: float = limits.GRACE_DEFAULT_S) -> SandboxInfo:
+        """Stop it for good: SIGTERM, and after `grace_s` seconds the end of everything. Can be repeated."""
+        return await self._update("DELETE", f"?grace_s={grace_s:g}")
+
+    async def extend(self, seconds: float) -> SandboxInfo:
+        """Move the end of its lifetime: `seconds` from now."""
+        return await self._update("POST", "/extend", {"seconds": seconds})
+
+    async def set_labels(self, labels: Mapping[str, str]) -> SandboxInfo:
+        """Replace all its labels."""
+        return await self._update("PUT", "/labels", {"labels": dict(labels)})
+
+    async def set_network(self, network: Mapping[str, bool]) -> SandboxInfo:
+        """Replace its whole network policy. Unsupported: this node cannot enforce what is asked."""
+        return await self._update("PUT", "/network", dict(network))
+
+    async def patch_network(self, network: Mapping[str, bool]) -> SandboxInfo:
+        """Change the named entries of its network policy and keep the others."""
+        info = await self.info()
+        return await self.set_network({**info.spec.network, **network})
+
+    async def usage(self) -> Usage:
+        """What it has used, and uses now."""
+        return await self._client.transport.call("GET", f"{self._path}/usage", Usage)
+
+    async def processes(self) -> tuple[values.ProcessInfo, ...]:
+        """Programs running in it, and those that ended not long ago."""
+        return (await self._client.transport.call("GET", f"{self._path}/processes", _Processes)).items
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.stop(grace_s=0)
+        except (NotFound, SandboxLost):
+            return
+        except DsecError as stop_error:
+            if error is None:
+                raise
+            # The caller's own error tells more; this one must not hide it.
+            error.add_note(f"and stopping {self._id} failed: {stop_error}")
+
+    async def _update(self, method: str, suffix: str, body: object = None) -> SandboxInfo:
+        data = codec.encode(body) if body is not None else b""
+        key = None if method == "GET" else new_key()
+        self._info = await self._client.transport.call(method, self._path + suffix, SandboxInfo, body=data, key=key)
+        return self._info
+
+
+def _restore(url: str, sandbox_id: str) -> AsyncSandbox:
+    from dsec.sdk._async.client import shared
+
+    return AsyncSandbox(shared(url), sandbox_id)

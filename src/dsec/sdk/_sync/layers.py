@@ -1,0 +1,88 @@
+# Generated from dsec/sdk/_async/layers.py by scripts/generate_sync.py: edit that file.
+
+"""The node's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
+
+from dsec.model.ids import check_layer_ref, new_key
+from dsec.model.states import LayerInfo
+from dsec.sdk import codec
+from dsec.sdk._sync.transport import Items, Retry, Transport
+from dsec.sdk.http1 import Broken, Garbage
+
+
+class _Page(msgspec.Struct):
+    items: tuple[LayerInfo, ...]
+
+
+class _Nothing(msgspec.Struct):
+    """An answer without content."""
+
+
+class Layers:
+    """`client.layers`: the read-only layers sandboxes are put together from."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def list(self) -> tuple[LayerInfo, ...]:
+        """Every layer in the store."""
+        return (self._transport.call("GET", "/v1/layers", _Page)).items
+
+    def get(self, ref: str) -> LayerInfo:
+        """One layer. NotFound: there is none of that name or digest."""
+        return self._transport.call("GET", f"/v1/layers/{_quote(ref)}", LayerInfo)
+
+    def remove(self, ref: str) -> None:
+        """Remove a layer. Conflict: a sandbox uses it."""
+        self._transport.call("DELETE", f"/v1/layers/{_quote(ref)}", _Nothing, key=new_key())
+
+    def import_(
+        self,
+        source: str,
+        name: str,
+        *,
+        role: Literal["base", "workspace", "toolkit"] = "base",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        on_progress: Callable[[str], object] | None = None,
+    ) -> LayerInfo:
+        """Make a layer of `dir:/path`, `tar:/path` (paths of the node) or `debootstrap:bookworm` and name it."""
+        body: dict[str, object] = {"source": source, "name": check_layer_ref(name, "name"), "role": role}
+        body |= {"env": dict(env or {}), "cwd": cwd, "user": user}
+        data = codec.encode({key: value for key, value in body.items() if value is not None})
+        key = new_key()
+        retry = Retry(self._transport)
+        while True:
+            try:
+                items = self._transport.stream("POST", "/v1/layers:import", body=data, key=key)
+                try:
+                    return _follow(items, on_progress)
+                finally:
+                    items.close()
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error
+
+
+def _follow(items: Items, on_progress: Callable[[str], object] | None) -> LayerInfo:
+    while True:
+        item = items.next(codec.ImportItem)
+        if item.progress is not None and on_progress is not None:
+            on_progress(item.progress)
+        if item.error is not None:
+            raise item.error.error()
+        if item.layer is not None:
+            items.drain()
+            return item.layer
+
+
+def _quote(ref: str) -> str:
+    return codec.quote(check_layer_ref(ref, "layer"))

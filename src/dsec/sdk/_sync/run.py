@@ -1,0 +1,143 @@
+# Generated from dsec/sdk/_async/run.py by scripts/generate_sync.py: edit that file.
+
+"""One run: asked for under one key, taken up again when the connection breaks, killed when its caller gives up."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from dsec.model.errors import DsecError
+from dsec.model.ids import new_key
+from dsec.model.specs import RunSpec
+from dsec.model.states import RunResult
+from dsec.sdk import codec
+from dsec.sdk._sync.net import finish, output
+from dsec.sdk._sync.transport import Items, Retry, Transport
+from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.values import OnOutput
+
+_EMPTY: Final = codec.encode({})
+
+
+class _Nothing(msgspec.Struct):
+    """An answer without content."""
+
+
+class _Interrupted(Exception):
+    """The caller's `on_output` failed: carries its error past the handlers of ours."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Run:
+    """One call of `run`."""
+
+    def __init__(self, transport: Transport, sandbox: str, spec: RunSpec, on_output: OnOutput | None) -> None:
+        self._transport = transport
+        self._sandbox = sandbox
+        self._body = codec.encode(spec)
+        self._on_output = on_output
+        self._key = new_key()
+        self._process: str | None = None
+        # How much of each stream has been handed out.
+        self._offsets = {1: 0, 2: 0}
+
+    def result(self) -> RunResult:
+        """How the program ended."""
+        try:
+            if self._on_output is None:
+                path = f"{self._sandbox}/run"
+                return self._transport.call("POST", path, RunResult, body=self._body, key=self._key)
+            return self._streamed()
+        except _Interrupted as caught:
+            self._give_up(caught.error)
+            raise caught.error from None
+        except Exception:
+            # Ours: the server refused or is away. A run that is going on goes on, its result waits under the key.
+            raise
+        except BaseException as error:
+            # The caller's: KeyboardInterrupt, a cancelled task, SystemExit.
+            self._give_up(error)
+            raise
+
+    def _streamed(self) -> RunResult:
+        retry = Retry(self._transport)
+        while True:
+            try:
+                items = self._open()
+                try:
+                    return self._follow(items)
+                finally:
+                    items.close()
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error
+
+    def _open(self) -> Items:
+        offsets = f"&stdout_offset={self._offsets[1]}&stderr_offset={self._offsets[2]}"
+        path = f"{self._sandbox}/run?stream=1{offsets if any(self._offsets.values()) else ''}"
+        return self._transport.stream("POST", path, body=self._body, key=self._key)
+
+    def _follow(self, items: Items) -> RunResult:
+        while True:
+            item = items.next(codec.RunItem)
+            if item.started is not None:
+                self._process = item.started
+            if item.stream is not None:
+                self._hand_out(item.stream, item.offset, item.data)
+            if item.error is not None:
+                raise item.error.error()
+            if item.result is not None:
+                items.drain()
+                return item.result
+
+    def _hand_out(self, stream: int, offset: int, data: bytes) -> None:
+        if stream not in self._offsets:
+            raise Garbage(f"output of stream {stream}")
+        seen = self._offsets[stream]
+        # After a broken connection a server may start a little earlier than asked; nobody gets a byte twice.
+        new = data[max(seen - offset, 0) :]
+        self._offsets[stream] = max(seen, offset + len(data))
+        if not new or self._on_output is None:
+            return
+        try:
+            output(self._on_output, stream, new)
+        except Exception as error:
+            raise _Interrupted(error) from error
+
+    def _give_up(self, error: BaseException) -> None:
+        """Kill the program before the caller's error goes on; a failure to do so is added to it."""
+        finish(self._kill(error), self._transport.timing.kill_s)
+
+    def _kill(self, error: BaseException) -> bool:
+        try:
+            process = self._process or self._find_process()
+            if process is not None:
+                path = f"{self._sandbox}/processes/{codec.quote(process)}/kill"
+                self._transport.call("POST", path, _Nothing, body=_EMPTY, key=new_key())
+        except (DsecError, Broken, Garbage) as failure:
+            error.add_note(f"the program may still be running: killing it failed: {failure}")
+            return False
+        return True
+
+    def _find_process(self) -> str | None:
+        """The process begun under our key: repeating the call attaches to it and says its id; None: it has ended.
+
+        If the first request never arrived this starts the program, which is then killed; without asking we could
+        not know that the request is not still on its way.
+        """
+        items = self._open()
+        try:
+            while True:
+                item = items.next(codec.RunItem)
+                if item.started is not None:
+                    return item.started
+                if item.result is not None or item.error is not None:
+                    return None
+        finally:
+            items.close()

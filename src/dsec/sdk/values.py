@@ -1,0 +1,191 @@
+"""Types of the SDK that are not the model's: keyword arguments of `create`, listed processes, run commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from dsec.model import limits
+from dsec.model.errors import CommandFailed, CreateFailed, DsecError, InvalidSpec
+from dsec.model.specs import RunSpec, Spec, os_bytes
+from dsec.model.states import RunResult, State
+
+Command = str | Sequence[str | bytes | os.PathLike[str]]
+OnOutput = Callable[[int, bytes], Any]
+States = State | Sequence[State] | Literal["any"]
+
+# How much of a failed command and of its last words stands in the message of CommandFailed.
+_SHOWN_COMMAND_CHARS = 200
+_SHOWN_OUTPUT_BYTES = 2000
+
+
+class ManyFields(TypedDict, total=False):
+    """The fields of `dsec.Spec` as keyword arguments, without `wait_s`, which `create_many` has for all together."""
+
+    backend: Literal["container", "microvm", "vm", "fncall"]
+    image: str | None
+    base: str | None
+    environment: str | None
+    snapshot: str | None
+    workspace: str | None
+    toolkits: Sequence[str]
+    cpu: float
+    memory_mib: int
+    disk_mib: int
+    pids: int
+    idle_timeout_s: float | None
+    lifetime_s: float | None
+    on_idle: Literal["stop", "pause"]
+    network: Mapping[str, bool]
+    qos: Literal["best_effort", "latency"]
+    env: Mapping[str, str]
+    cwd: str | None
+    user: str | None
+    hostname: str | None
+    no_new_privs: bool
+    job: str | None
+    labels: Mapping[str, str]
+    name: str | None
+    if_exists: Literal["error", "get"]
+
+
+class SpecFields(ManyFields, total=False):
+    """The fields of `dsec.Spec`, as keyword arguments."""
+
+    wait_s: float
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A program running in a sandbox, or ended not long ago. `started_at` is seconds since the epoch."""
+
+    id: str
+    state: str
+    step: int | None = None
+    started_at: float | None = None
+    command: Any = None
+
+
+def make_spec(spec: Spec | None, fields: Mapping[str, Any]) -> Spec:
+    """The Spec a call names: one that is given, changed by keywords, checked."""
+    if spec is None:
+        return Spec.build(**fields)
+    if not isinstance(spec, Spec):
+        raise InvalidSpec.field("spec", spec, "a dsec.Spec (fields go by keyword)")
+    return Spec.build(**{**_asdict(spec), **fields}) if fields else spec.check()
+
+
+def make_specs(specs: int | Sequence[Spec], fields: Mapping[str, Any]) -> list[Spec]:
+    """The Specs of create_many: a sequence of them, or a number of equal ones."""
+    if isinstance(specs, int):
+        if not 1 <= specs <= limits.CREATE_MANY_MAX:
+            raise InvalidSpec.field("specs", specs, f"1 to {limits.CREATE_MANY_MAX}")
+        if fields.get("name") is not None and specs > 1:
+            raise InvalidSpec.field("name", fields["name"], "no name for several equal sandboxes; names are unique")
+        return [Spec.build(**fields)] * specs
+    if len(specs) > limits.CREATE_MANY_MAX:
+        raise InvalidSpec.field("specs", f"{len(specs)} specs", f"at most {limits.CREATE_MANY_MAX}")
+    return [make_spec(spec, fields) for spec in specs]
+
+
+def _asdict(spec: Spec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__struct_fields__}
+
+
+def make_run(
+    command: Command,
+    *,
+    cwd: str | None,
+    env: Mapping[str, str] | None,
+    user: str | None,
+    stdin: str | bytes | bytearray | memoryview | None,
+    timeout_s: float | None,
+) -> RunSpec:
+    """The checked RunSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
+    shell, argv = _arguments(command)
+    if stdin is not None and not isinstance(stdin, bytes):
+        stdin = os_bytes("stdin", stdin) if isinstance(stdin, str) else _bytes(stdin)
+    spec = RunSpec(command=shell, argv=argv, cwd=cwd, env=dict(env or {}), user=user, stdin=stdin, timeout_s=timeout_s)
+    _check_types(spec)
+    return spec.check()
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytearray | memoryview):
+        raise InvalidSpec.field("stdin", value, "str, bytes or None")
+    return bytes(value)
+
+
+def _check_types(spec: RunSpec) -> None:
+    # A struct built by keyword is not validated by msgspec, and a caller without mypy finds out here.
+    wrong = {
+        "cwd": spec.cwd is not None and not isinstance(spec.cwd, str),
+        "user": spec.user is not None and not isinstance(spec.user, str),
+        "timeout_s": spec.timeout_s is not None
+        and (isinstance(spec.timeout_s, bool) or not isinstance(spec.timeout_s, int | float)),
+        "env": not all(isinstance(k, str) and isinstance(v, str) for k, v in spec.env.items()),
+    }
+    allowed = {"cwd": "a str", "user": "a str", "timeout_s": "a number of seconds", "env": "a mapping of str to str"}
+    for name, bad in wrong.items():
+        if bad:
+            raise InvalidSpec.field(name, getattr(spec, name), allowed[name])
+
+
+def _arguments(command: Command) -> tuple[str | list[str] | None, list[bytes] | None]:
+    if isinstance(command, str):
+        if command.isascii() or not _escaped(command):
+            return command, None
+        return None, [b"/bin/sh", b"-c", os_bytes("command", command)]
+    if isinstance(command, bytes | bytearray) or not isinstance(command, Sequence):
+        raise InvalidSpec.field("command", command, "a str for the shell or a list of arguments")
+    words: list[str | bytes] = []
+    for word in command:
+        if not isinstance(word, str | bytes | os.PathLike):
+            raise InvalidSpec.field("command", word, "arguments that are str, bytes or paths")
+        words.append(os.fspath(word))
+    if all(isinstance(word, str) and not _escaped(word) for word in words):
+        return [word for word in words if isinstance(word, str)], None
+    return None, [word if isinstance(word, bytes) else os_bytes("command", word) for word in words]
+
+
+def _escaped(text: str) -> bool:
+    """Whether it stands for bytes that are not UTF-8 (surrogate escapes)."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def command_failed(command: Command, result: RunResult, sandbox_id: str) -> CommandFailed:
+    """The error of `run(check=True)`: how it ended and its last words."""
+    shown = command if isinstance(command, str) else " ".join(str(word) for word in command)
+    if len(shown) > _SHOWN_COMMAND_CHARS:
+        shown = shown[:_SHOWN_COMMAND_CHARS] + "..."
+    how = {
+        "exited": f"exit code {result.exit_code}",
+        "timeout": "its timeout",
+        "oom": "running out of memory",
+        "killed": "being killed",
+        "policy": "breaking a policy",
+    }.get(result.cause, f"signal {result.signal}")
+    message = f"the command ended by {how} after {result.duration_s:.2f} s: {shown}"
+    if result.limits_hit:
+        message += f"\nlimits hit: {', '.join(result.limits_hit)}"
+    for name, data in (("stderr", result.stderr_bytes), ("stdout", result.stdout_bytes)):
+        if data.strip():
+            message += f"\nend of {name}:\n{data[-_SHOWN_OUTPUT_BYTES:].decode('utf-8', 'replace').rstrip()}"
+            break
+    error = CommandFailed(message, detail={"exit_code": result.exit_code, "cause": result.cause}, sandbox_id=sandbox_id)
+    error.result = result
+    return error
+
+
+def create_failed(index: int, cause: DsecError) -> CreateFailed:
+    """The item of `create_many` that stands for one sandbox that could not be made."""
+    error = CreateFailed(
+        f"sandbox {index}: {cause.message}",
+        detail={"index": index, "code": cause.code, **cause.detail},
+        retry=cause.retry,
+        request_id=cause.request_id,
+    )
+    error.index, error.error = index, cause
+    return error

@@ -1,0 +1,1 @@
+"""Debian guests under QEMU: built once, booted once, snapshotted, restored for each use."""

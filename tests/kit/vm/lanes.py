@@ -1,0 +1,154 @@
+"""Lanes of the test suite, run again inside a guest, and what came of them."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.kit.vm import machine, payload
+from tests.kit.vm.channel import GuestError, GuestTimeout
+from tests.kit.vm.machine import Guest
+
+# What a node's kernel decides. The rest of the suite gives the same answers on every kernel.
+LANES = ("native", "contract", "root", "security")
+# Both guests run side by side on two cores; continuous integration has 15 minutes for all of it.
+GUEST_BUDGET_S = 720.0
+TEST_TIMEOUT_S = 300
+REPORT = "/var/tmp/report.xml"
+TAIL_LINES = 60
+
+
+@dataclass
+class Outcome:
+    """One lane in one guest."""
+
+    lane: str
+    summary: str
+    tail: str = ""
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    passed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.passed > 0
+
+
+class GuestRun:
+    """All lanes in one guest, in a thread: both guests work while the first test waits."""
+
+    def __init__(self, series: str, disk: Path, lanes: Sequence[str]) -> None:
+        self.series = series
+        self.lanes = lanes
+        self.outcomes: dict[str, Future[Outcome]] = {lane: Future() for lane in lanes}
+        self._disk = disk
+        self._thread = threading.Thread(target=self._work, name=f"guest-{series}")
+        self._thread.start()
+
+    def outcome(self, lane: str) -> Outcome:
+        return self.outcomes[lane].result()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        deadline = time.monotonic() + GUEST_BUDGET_S
+        try:
+            for lane in self.lanes:
+                # A guest of its own for each lane: what one leaves behind, or breaks, is not the next one's.
+                with machine.restored(self.series, self._disk) as guest:
+                    left = deadline - time.monotonic()
+                    self.outcomes[lane].set_result(run_lane(guest, lane, left))
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: the waiting tests get it
+            for waiting in self.outcomes.values():
+                if not waiting.done():
+                    waiting.set_exception(error)
+
+
+def run_lane(guest: Guest, lane: str, timeout_s: float) -> Outcome:
+    began = time.monotonic()
+    if timeout_s <= 0:
+        return Outcome(lane, "not run", failed=[f"the guest's {GUEST_BUDGET_S:.0f} s were used up before"])
+    run = run_native if lane == "native" else run_pytest
+    try:
+        outcome = run(guest, lane, timeout_s)
+    except GuestTimeout as error:
+        outcome = Outcome(lane, "out of time", tail=str(error), failed=["the lane did not end in time"])
+    except GuestError as error:
+        outcome = Outcome(lane, "lost guest", tail=f"{error}\n{guest.console_tail()}", failed=[str(error)])
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def run_pytest(guest: Guest, lane: str, timeout_s: float) -> Outcome:
+    argv = [
+        "python3", "-m", "pytest", f"tests/{lane}", "-p", "no:cacheprovider", "-q", "--tb=short",
+        f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={REPORT}",
+    ]  # fmt: skip
+    done = guest.run(argv, cwd=payload.MOUNT, env=payload.ENVIRONMENT, timeout_s=timeout_s)
+    tail = _tail(done.tail if len(done.tail) > len(done.text) else done.text + done.stderr.decode(errors="replace"))
+    report = guest.run(["cat", REPORT])
+    if not report.ok:
+        return Outcome(lane, f"pytest ended with {done.exit_code}", tail, failed=["no report was written"])
+    outcome = read_report(lane, report.stdout)
+    outcome.tail = tail
+    outcome.summary = _summary_line(done.text) or outcome.summary
+    if done.exit_code not in (0, 1) and not outcome.failed:
+        outcome.failed.append(f"pytest ended with {done.exit_code}")
+    return outcome
+
+
+def read_report(lane: str, xml: bytes) -> Outcome:
+    """The report is the guest's own: only names, numbers and messages are taken from it."""
+    outcome = Outcome(lane, "")
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if (skip := case.find("skipped")) is not None:
+            outcome.skipped.append(f"{name}: {skip.get('message')}")
+        elif (bad := _first(case, "failure", "error")) is not None:
+            outcome.failed.append(f"{name}: {(bad.get('message') or '').splitlines()[:1]}")
+        else:
+            outcome.passed += 1
+    outcome.summary = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
+    return outcome
+
+
+def _first(case: ElementTree.Element, *names: str) -> ElementTree.Element | None:
+    return next((found for name in names if (found := case.find(name)) is not None), None)
+
+
+def run_native(guest: Guest, lane: str, timeout_s: float) -> Outcome:
+    """The native workspace's own test executables; static, so what was built here runs there."""
+    outcome = Outcome(lane, "")
+    listing = guest.run(f"ls {payload.MOUNT}/{payload.BIN}/tests").text.split()
+    deadline = time.monotonic() + timeout_s
+    tails = []
+    for name in listing:
+        argv = [f"{payload.MOUNT}/{payload.BIN}/tests/{name}", "--test-threads=2"]
+        done = guest.run(argv, cwd="/var/tmp", env=payload.ENVIRONMENT, timeout_s=deadline - time.monotonic())
+        counts = re.search(r"(\d+) passed; (\d+) failed; (\d+) ignored", done.text)
+        outcome.passed += int(counts.group(1)) if counts else 0
+        outcome.failed += [f"{name}::{test}" for test in re.findall(r"^test (.+) \.\.\. FAILED", done.text, re.M)]
+        if not done.ok:
+            tails.append(f"--- {name}\n{_tail(done.text + done.stderr.decode(errors='replace'))}")
+            if not counts or counts.group(2) == "0":
+                outcome.failed.append(f"{name} ended with {done.exit_code}")
+    outcome.tail = "\n".join(tails)
+    outcome.summary = f"{outcome.passed} passed, {len(outcome.failed)} failed in {len(listing)} executables"
+    return outcome
+
+
+def _summary_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
+    return lines[-1].strip(" =") if lines else ""
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-TAIL_LINES:])

@@ -1,0 +1,120 @@
+"""What a run brings into a guest: the tree, the built binaries and what tests need, as one disk.
+
+A disk, because it is there at once: 100 MB take half a second to pack, and a minute through the
+control channel. ext4, because layers in it are mounted as files: over EROFS they would stack too deep
+for an overlay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kit.vm.emulator import find
+from tests.kit.vm.image import REPOSITORY, SITE, BuildError
+from tests.kit.vm.machine import PAYLOAD_BYTES
+
+TREE = ("src", "tests", "docs", "pyproject.toml", "README.md", "scripts")
+MOUNT = "/srv/dsec"
+BIN = "native/bin"
+# Byte code goes where it can be written and lasts for the run: compiling is slow under emulation.
+ENVIRONMENT = {
+    "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
+    "PYTHONPYCACHEPREFIX": "/var/tmp/pycache",
+    "DSEC_RUNTIME_BIN": f"{MOUNT}/{BIN}/dsec-runtime",
+    # A guest that cannot run a lane has failed it.
+    "DSEC_REQUIRE": "contract,root,security",
+    "PATH": f"{MOUNT}/{BIN}:/{SITE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+}
+CARGO_TIMEOUT_S = 1200
+
+
+@dataclass(frozen=True)
+class NativeTest:
+    crate: str
+    target: str
+    executable: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.crate}-{self.target}"
+
+
+def native_tests() -> list[NativeTest]:
+    """The workspace's test executables, built now: they are static, so they run in the guest as here."""
+    lines = _cargo("test", "--no-run").splitlines()
+    tests = []
+    for line in lines:
+        message = json.loads(line)
+        if message.get("reason") != "compiler-artifact" or not message["profile"]["test"]:
+            continue
+        if message.get("executable"):
+            crate = Path(message["manifest_path"]).parent.name
+            tests.append(NativeTest(crate, message["target"]["name"], Path(message["executable"])))
+    return sorted(tests, key=lambda test: test.name)
+
+
+def runtime_binary() -> Path:
+    """The release build of the native part, made now if it is not up to date."""
+    for line in _cargo("build", "--release", "--package", "dsec-runtime").splitlines():
+        message = json.loads(line)
+        if message.get("reason") == "compiler-artifact" and message.get("executable"):
+            return Path(message["executable"])
+    raise BuildError("cargo built no dsec-runtime")
+
+
+def _cargo(*arguments: str) -> str:
+    done = subprocess.run(
+        ["cargo", *arguments, "--quiet", "--message-format=json", "--manifest-path", "native/Cargo.toml"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=CARGO_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise BuildError(f"cargo {arguments[0]} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def has_tests(lane: str) -> bool:
+    return any((REPOSITORY / "tests" / lane).rglob("test_*.py"))
+
+
+@contextlib.contextmanager
+def disk(*, native: bool = True) -> Iterator[Path]:
+    """An ext4 image of the payload, readable for QEMU, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="dsec-payload-") as name:
+        work = Path(name)
+        work.chmod(0o755)
+        _stage(work / "tree", native)
+        image = work / "payload.ext4"
+        with image.open("wb") as file:
+            file.truncate(PAYLOAD_BYTES)
+        mkfs = find("mkfs.ext4") or "mkfs.ext4"
+        subprocess.run([mkfs, "-q", "-d", work / "tree", "-O", "^has_journal", "-m", "0", image], check=True)
+        shutil.rmtree(work / "tree")
+        image.chmod(0o644)
+        yield image
+
+
+def _stage(tree: Path, native: bool) -> None:
+    tree.mkdir()
+    for name in TREE:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        elif source.exists():
+            shutil.copy2(source, tree / name)
+    if native:
+        (tree / BIN / "tests").mkdir(parents=True)
+        shutil.copy2(runtime_binary(), tree / BIN / "dsec-runtime")
+        for test in native_tests():
+            shutil.copy2(test.executable, tree / BIN / "tests" / test.name)
+    for path in os.environ.get("DSEC_GUEST_EXTRA", "").split(":"):
+        if path:
+            (tree / "extra").mkdir(exist_ok=True)
+            shutil.copy2(path, tree / "extra" / Path(path).name)

@@ -1,0 +1,266 @@
+"""Commands, exit codes and messages, against a scripted server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.cli.main import COMMANDS, main
+from tests.kit.scripted import Request, Script, Server, Wire
+
+ID = "sbx-n1-aaaaaaaaaaaaa"
+INFO = {
+    "id": ID,
+    "node": "n1",
+    "state": "running",
+    "backend": "container",
+    "spec": {"base": "debian:12"},
+    "name": "evil\x1b[2J",
+    "created_at": 1.0,
+}
+NO_START = "import sys; from dsec.cli.main import main; sys.exit(main())"
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Script], Server]]:
+    servers: list[Server] = []
+
+    def start(script: Script) -> Server:
+        servers.append(Server(tmp_path / "s", script))
+        monkeypatch.setenv("DSEC_URL", servers[0].url)
+        return servers[0]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def program(*items: dict[str, object]) -> Script:
+    """A server with one sandbox in which every program does the same."""
+
+    def script(request: Request, wire: Wire) -> None:
+        if "stream=1" not in request.path:
+            wire.answer(INFO)
+            return
+        wire.stream()
+        for item in items:
+            wire.item(item)
+        wire.end()
+
+    return script
+
+
+def ended(code: int, **more: object) -> dict[str, object]:
+    return {"result": {"process_id": "p", "exit_code": code, "cause": "exited", **more}}
+
+
+def dsec(*args: str, stdin: bytes | None = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-c", NO_START, *args], input=stdin, capture_output=True, check=False)
+
+
+Serve = Callable[[Script], Server]
+
+
+def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "ps " in capsys.readouterr().out
+    assert main(["nonsense"]) == 2
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: dsec {name}" in capsys.readouterr().out
+
+
+def test_no_node_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["ps", "--url", f"unix://{tmp_path}/none"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"dsec: no answer from unix://{tmp_path}/none")
+    assert message.count("\n") == 1
+    assert "dsec up" in message
+    assert main(["exec", "--url", f"unix://{tmp_path}/none", "x", "true"]) == 125
+
+
+def test_ps_escapes_and_filters(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    server = serve(lambda request, wire: wire.answer({"items": [INFO]}))
+    assert main(["ps", "--label", "a=b", "--job", "j", "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "evil\\x1b[2J" in shown
+    assert server.requests[0].path == "/v1/sandboxes?label=a%3Db&job=j&state=any&limit=1000"
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == INFO["name"]
+    assert main(["ps", "-q"]) == 0
+    assert capsys.readouterr().out == f"{ID}\n"
+    assert main(["ps", "--label", "nonsense"]) == 1
+    assert "KEY=VALUE" in capsys.readouterr().err
+
+
+def test_exec_gives_the_programs_streams_and_exit_code(serve: Serve) -> None:
+    server = serve(program({"stream": 1, "data": b"out\xff"}, {"stream": 2, "data": b"err"}, ended(7)))
+    done = dsec("exec", "-e", "A=1", "-w", "/tmp", "-u", "me", "--timeout-s", "5", ID, "ls", "-la", stdin=b"in")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"out\xff", b"err")
+    assert server.requests[1].value() == {
+        "command": ["ls", "-la"],
+        "env": {"A": "1"},
+        "cwd": "/tmp",
+        "user": "me",
+        "timeout_s": 5.0,
+        "stdin": b"in",
+    }
+
+
+def test_one_word_is_a_shell_line_and_stdin_can_be_left_alone(serve: Serve) -> None:
+    server = serve(program(ended(0)))
+    assert dsec("exec", "--no-stdin", ID, "--", "echo $A | wc", stdin=b"in").returncode == 0
+    assert server.requests[1].value() == {"command": "echo $A | wc"}
+
+
+def test_limits_are_said_on_stderr(serve: Serve) -> None:
+    serve(program(ended(137, cause="oom", signal=9, limits_hit=["memory"])))
+    done = dsec("exec", ID, "x")
+    assert done.returncode == 137
+    assert done.stdout == b""
+    assert b"out of memory" in done.stderr
+    assert b"limits hit: memory" in done.stderr
+
+
+def test_run_creates_runs_and_stops(serve: Serve) -> None:
+    server = serve(program(ended(3)))
+    done = dsec("run", "--base", "b:1", "--toolkit", "t@1", "--network", "npm=off", "--label", "k=v", "--", "x")
+    assert done.returncode == 3
+    create, run, stop = server.requests
+    assert create.value()["base"] == "b:1"
+    assert create.value()["toolkits"] == ["t@1"]
+    assert create.value()["network"] == {"npm": False}
+    assert create.value()["labels"] == {"k": "v"}
+    assert run.path.startswith(f"/v1/sandboxes/{ID}/run")
+    assert stop.method == "DELETE"
+
+
+def test_run_stops_its_sandbox_when_the_platform_fails(serve: Serve) -> None:
+    server = serve(program({"error": {"code": "launch_failed", "message": "no", "request_id": "r-1"}}))
+    done = dsec("run", "x")
+    assert done.returncode == 125
+    assert done.stderr == b"dsec: no\ndsec: request r-1: the node's log has more\n"
+    assert server.requests[-1].method == "DELETE"
+
+
+def test_detach_and_keep(serve: Serve) -> None:
+    server = serve(program(ended(0)))
+    assert dsec("run", "-d").stdout == f"{ID}\n".encode()
+    assert dsec("run", "--keep", "x").stderr == f"{ID}\n".encode()
+    assert all(request.method != "DELETE" for request in server.requests)
+    assert dsec("run").returncode == 125
+    assert dsec("run", "-d", "x").returncode == 125
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_interrupt_kills_the_program_and_stops_the_sandbox(serve: Serve, number: int) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if "stream=1" in request.path:
+            wire.stream()
+            wire.item({"started": "p-9"})
+            wire.item({"stream": 1, "data": b"going\n"})
+            wire.hang()
+        else:
+            wire.answer(INFO if request.method != "POST" or request.path == "/v1/sandboxes" else {})
+
+    server = serve(script)
+    with subprocess.Popen(
+        [sys.executable, "-c", NO_START, "run", "x"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"going\n"
+        process.send_signal(number)
+        assert process.wait() == 128 + number
+    assert [request.path for request in server.requests[-2:]] == [
+        f"/v1/sandboxes/{ID}/processes/p-9/kill",
+        f"/v1/sandboxes/{ID}?grace_s=0",
+    ]
+
+
+def test_reader_that_leaves_is_no_traceback(serve: Serve) -> None:
+    serve(lambda request, wire: wire.answer({"items": [INFO] * 20_000}))
+    with subprocess.Popen(
+        [sys.executable, "-c", NO_START, "ps"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+def test_stop_goes_on_after_a_failure(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if request.path.endswith("/nope"):
+            wire.error("not_found", "no sandbox nope", 404)
+        else:
+            wire.answer(INFO)
+
+    serve(script)
+    assert main(["rm", "nope", "yes"]) == 1
+    got = capsys.readouterr()
+    assert got.out == "yes\n"
+    assert got.err == "dsec: nope: no sandbox nope\n"
+
+
+def test_layers(
+    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layer = {"digest": "sha256:" + "0" * 64, "names": ["t:1"], "size_bytes": 2048}
+
+    def script(request: Request, wire: Wire) -> None:
+        if request.path.endswith(":import"):
+            wire.stream()
+            wire.item({"progress": "packing \x1b[2J"})
+            wire.item({"layer": layer})
+            wire.end()
+        else:
+            wire.answer({"items": [layer]} if request.path == "/v1/layers" else layer)
+
+    server = serve(script)
+    monkeypatch.chdir(tmp_path)
+    assert main(["layer", "import", "dir:x", "t:1", "--role", "toolkit", "--env", "A=1"]) == 0
+    got = capsys.readouterr()
+    assert got.out == layer["digest"] + "\n"  # type: ignore[operator] # it is a str
+    assert got.err == "packing \\x1b[2J\n"
+    assert server.requests[0].value()["source"] == f"dir:{tmp_path}/x"
+    assert main(["layer", "ls"]) == 0
+    assert "t:1   base  2.0 KiB  -" in capsys.readouterr().out
+    assert main(["layer", "rm", "t:1"]) == 0
+
+
+def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        answers = {"/usage": {"pids": 1}, "/processes": {"items": []}, ":stop": {"stopped": 3}}
+        wire.answer(next((value for end, value in answers.items() if request.path.endswith(end)), INFO))
+
+    serve(script)
+    assert main(["inspect", ID]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"] == {"pids": 1}
+    assert main(["job", "stop", "grpo-12"]) == 0
+    assert capsys.readouterr().out == "stopped 3\n"
+
+
+def test_ps_imports_little() -> None:
+    """What makes it answer at once when called cold."""
+    code = "import sys\nfrom dsec.cli.main import main\nmain(['ps', '--url', 'unix:///none'])\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"asyncio", "ssl", "http.client", "email", "subprocess", "json", "typer", "rich", "inspect", "pathlib"}
+    loaded = set(done.stdout.split())
+    # msgspec itself imports inspect when typing_extensions is installed.
+    allowed = {"inspect"} if "typing_extensions" in loaded else set()
+    assert not (loaded & heavy) - allowed
