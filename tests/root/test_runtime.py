@@ -209,7 +209,9 @@ def test_a_vanished_reader_does_not_stop_the_program(box: tuple[Client, str], sh
 
 def test_a_background_child_keeps_its_pipe(box: tuple[Client, str]) -> None:
     c, s = box
-    script = "(sleep 0.3; i=0; while [ $i -lt 300 ]; do echo $i-$(printf %01000d 0); i=$((i+1)); done; sleep 30) & echo up"
+    script = (
+        "(sleep 0.3; i=0; while [ $i -lt 300 ]; do echo $i-$(printf %01000d 0); i=$((i+1)); done; sleep 30) & echo up"
+    )
     r = c.call("run.start", **run_plan(s, "r", sh(script)))
     assert (r["exit_code"], r["streams"][0]["head"]) == (0, b"up\n")
     assert r["leftover"] > 0
@@ -234,7 +236,11 @@ def test_a_timeout_kills_the_whole_tree(box: tuple[Client, str]) -> None:
 
 def test_kill_with_a_signal(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
-    number = c.send("run.start", run_plan(s, "r", sh("trap 'exit 9' TERM; echo on; while :; do sleep 0.05; done")) | {"stream": True, "window": 100})
+    number = c.send(
+        "run.start",
+        run_plan(s, "r", sh("trap 'exit 9' TERM; echo on; while :; do sleep 0.05; done"))
+        | {"stream": True, "window": 100},
+    )
     while c.recv().get("ev") != "out":
         pass
     with shared.client() as other:
@@ -310,7 +316,9 @@ def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
         ({"timeout_ms": -1}, "bad_request", "args"),
     ],
 )
-def test_bad_runs_are_refused_by_name(box: tuple[Client, str], over: dict[str, Any], code: str, field: str | None) -> None:
+def test_bad_runs_are_refused_by_name(
+    box: tuple[Client, str], over: dict[str, Any], code: str, field: str | None
+) -> None:
     c, s = box
     with pytest.raises(RuntimeFault) as e:
         c.call("run.start", **(run_plan(s, "r", ["true"]) | over))
@@ -415,7 +423,11 @@ def test_stop_while_runs_are_in_flight(node: Node) -> None:
 def test_stop_with_grace_lets_programs_end(node: Node) -> None:
     with node.client() as c:
         create(c, "a")
-        n = c.send("run.start", run_plan("a", "r", sh("trap 'echo bye; exit 3' TERM; echo on; while :; do sleep 0.05; done")) | {"stream": True, "window": 100})
+        n = c.send(
+            "run.start",
+            run_plan("a", "r", sh("trap 'echo bye; exit 3' TERM; echo on; while :; do sleep 0.05; done"))
+            | {"stream": True, "window": 100},
+        )
         while c.recv().get("ev") != "out":
             pass
         with node.client() as other:
@@ -533,7 +545,9 @@ def test_an_upgrade_under_load(node: Node) -> None:
     with node.client() as c:
         create(c, "a")
         first = c.hello
-        numbers = {c.send("run.start", run_plan("a", f"r{i}", sh(f"sleep 0.5; echo {i}; exit {i}"))): i for i in range(40)}
+        numbers = {
+            c.send("run.start", run_plan("a", f"r{i}", sh(f"sleep 0.5; echo {i}; exit {i}"))): i for i in range(40)
+        }
         started = 0
         while started < len(numbers):
             started += c.recv().get("ev") == "started"

@@ -19,7 +19,8 @@ ARG_MAX_BYTES: Final = 128 * KIB - 1
 ARGS_MAX_BYTES: Final = 2 * MIB - 64 * KIB
 PATH_MAX_BYTES: Final = 4095
 
-STDIN_MAX_BYTES: Final = 16 * MIB
+# The runtime takes it in one frame (FRAME_MAX_BYTES) together with arguments and environment.
+STDIN_MAX_BYTES: Final = 4 * MIB
 # The start and the end of each output stream that a buffered run keeps.
 OUTPUT_HEAD_BYTES: Final = 1 * MIB
 OUTPUT_TAIL_BYTES: Final = 1 * MIB

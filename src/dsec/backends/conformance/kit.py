@@ -90,9 +90,12 @@ def checks(modules: Iterable[str]) -> tuple[Check, ...]:
 async def perform(check: Check, subject: Subject) -> None:
     """Try one check, bounded in time, and see that it left nothing behind."""
     before = subject.inventory()
-    async with asyncio.timeout(4 * PATIENCE_S):
-        await check.function(subject)
-        await same_inventory(subject, before)
+    try:
+        async with asyncio.timeout(4 * PATIENCE_S):
+            await check.function(subject)
+            await same_inventory(subject, before)
+    except TimeoutError as error:
+        raise Violation(f"{check.name} was not done within {4 * PATIENCE_S:g} s") from error
 
 
 async def same_inventory(subject: Subject, before: set[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
@@ -82,49 +83,43 @@ async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:
     if (keeper := living_keeper(place.run_dir)) is not None:
         return keeper
     binary = binary or find_binary()
-    # It forks itself away and leaves this session. What it has to say goes to a file, not a pipe: the keeper keeps its
-    # standard error for as long as it lives, so the end of a pipe would never come.
-    place.run_dir.mkdir(parents=True, exist_ok=True)
-    told = place.run_dir / "keeper.out"
-    with told.open("wb") as out:
-        process = await _spawn(binary, place, out)
-    await _until_started(process, place)
+    code, said = await asyncio.to_thread(_start, binary, place)
     if (keeper := await _appears(place.run_dir)) is not None:
         return keeper
     log = _tail(place.run_dir / "runtime.log")
-    said = _tail(told) or log or "it said nothing"
-    code = process.returncode
     raise LaunchFailed(
-        f"{binary} keeper did not start in {place.run_dir} (exit code {code}): {said}",
+        f"{binary} keeper did not start in {place.run_dir} (exit code {code}): {said or log or 'it said nothing'}",
         detail={"step": "keeper", "exit_code": code, "log": log},
     )
 
 
-async def _spawn(binary: Path, place: Place, out: IO[bytes]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        str(binary),
-        "keeper",
-        *("--run-dir", str(place.run_dir)),
-        *("--state-dir", str(place.state_dir)),
-        *("--cgroup", place.cgroup),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=out,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
+def _start(binary: Path, place: Place) -> tuple[int, str]:
+    """Run it until it has forked itself away; its exit code and what it said until then.
 
-
-async def _until_started(process: asyncio.subprocess.Process, place: Place) -> None:
-    try:
-        async with asyncio.timeout(START_DEADLINE_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        raise LaunchFailed(
-            f"the keeper in {place.run_dir} did not get ready within {START_DEADLINE_S:g} s", detail={"step": "keeper"}
-        ) from None
+    Into a file, not a pipe: the keeper keeps its standard error for as long as it lives, so the end of a pipe would
+    never come. By `subprocess` in a thread, which closes every other descriptor of the agent in the child.
+    """
+    options = ("--run-dir", place.run_dir, "--state-dir", place.state_dir, "--cgroup", place.cgroup)
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(
+                [binary, "keeper", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                timeout=START_DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchFailed(
+                f"the keeper in {place.run_dir} did not get ready within {START_DEADLINE_S:g} s",
+                detail={"step": "keeper"},
+            ) from None
+        except OSError as error:
+            raise LaunchFailed(f"{binary} cannot be executed: {error}", detail={"step": "keeper"}) from error
+        said.seek(0)
+        return done.returncode, said.read(SAID_MAX_BYTES).decode(errors="replace").strip()
 
 
 async def _appears(run_dir: Path) -> Keeper | None:
