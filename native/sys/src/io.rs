@@ -17,7 +17,7 @@ pub const MAX_FDS: usize = 16;
 
 /// Bytes in one message between keeper and runtime: well below the default socket buffer (208 KiB),
 /// so a message always fits once the buffer is empty.
-pub const MAX_MESSAGE: usize = 96 * 1024;
+pub const MAX_MESSAGE: usize = 32 * 1024;
 
 /// A connected pair of `SOCK_SEQPACKET` sockets, both close-on-exec.
 pub fn seqpacket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
