@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,5 +116,30 @@ def test_a_key_is_made_for_tcp(tmp_path):
         process.terminate()
         await process.communicate()
         assert process.returncode == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_tls_opens_other_addresses(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
+    subprocess.run([*made, *subject, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+
+    async def main() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        process = await start(tmp_path, "--listen", f"0.0.0.0:{port}", "--tls-cert", str(cert), "--tls-key", str(key))
+        await answers(tmp_path / "run" / "api.sock")
+        context = ssl.create_default_context(cafile=str(cert))
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"https://127.0.0.1:{port}/v1/health", ssl=context) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http://127.0.0.1:{port}/v1/health")
+        process.terminate()
+        await process.communicate()
 
     asyncio.run(main())
