@@ -95,9 +95,11 @@ class RealNode:
         async with asyncio.timeout(RETRY_S):
             while True:
                 try:
-                    async with self.session() as http:
-                        async with http.request(method, path, json=body, headers=headers) as answer:
-                            value = await answer.json()
+                    async with (
+                        self.session() as http,
+                        http.request(method, path, json=body, headers=headers) as answer,
+                    ):
+                        value = await answer.json()
                 except (aiohttp.ClientError, OSError):
                     await asyncio.sleep(0.05)
                     continue

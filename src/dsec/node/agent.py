@@ -107,6 +107,8 @@ class Node:
     async def close(self) -> None:
         """Let go of everything; sandboxes and their runs go on."""
         self.core.deadlines.close()
+        await self._creation.close()
+        await self._lifecycle.close()
         tasks = [flight.task for box in self.core.boxes.values() for flight in box.flights.values() if flight.task]
         tasks += [box.watcher for box in self.core.boxes.values() if box.watcher]
         for task in tasks:
@@ -165,9 +167,18 @@ class Node:
             raise boxes.not_running(self.core.past(ref))
         return box
 
-    async def stop(self, ref: str, *, grace_s: float = 0.0) -> SandboxInfo:
-        """End a sandbox for good; idempotent."""
+    async def stop(self, ref: str, key: str | None = None, *, grace_s: float = 0.0) -> SandboxInfo:
+        """End a sandbox for good; idempotent. Under a key a name means the sandbox it meant the first time."""
         check_seconds("grace_s", grace_s, 0, limits.GRACE_MAX_S)
+        if key is None or ids.is_sandbox_id(ref):
+            return await self._stop(ref, grace_s)  # an id never means another sandbox: stopping again is harmless
+
+        async def work() -> tuple[bytes, list[Statement]]:
+            return encode(await self._stop(ref, grace_s)), []
+
+        return decode_info(await self.core.once(NODE_SCOPE, key, content_hash("stop", [ref, grace_s]), "stop", work))
+
+    async def _stop(self, ref: str, grace_s: float) -> SandboxInfo:
         box = self.core.alive(ref)
         if box is None:
             return self.core.past(ref)
@@ -195,16 +206,14 @@ class Node:
         unknown = set(query.states) - {*ALIVE, "stopped", "lost", "any"}
         if unknown:
             raise InvalidSpec.field("state", sorted(unknown)[0], f"{', '.join(ALIVE)}, stopped, lost, any")
-        found = [
-            self.core.shown(box)
-            for id_, box in self.core.boxes.items()
-            if id_ > query.cursor and query.matches(box.info)
-        ]
+        found = [box.info for id_, box in self.core.boxes.items() if id_ > query.cursor and query.matches(box.info)]
         if {"stopped", "lost", "any"} & set(query.states):
             found.extend(self._ended(query))
         found.sort(key=lambda info: info.id)
         more = len(found) > query.limit
-        items = found[: query.limit]
+        items = [
+            self.core.shown(box) if (box := self.core.boxes.get(info.id)) else info for info in found[: query.limit]
+        ]
         return Page(items=items, next_cursor=items[-1].id if more else None)
 
     def _ended(self, query: Query) -> list[SandboxInfo]:

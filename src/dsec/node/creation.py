@@ -59,6 +59,20 @@ class Creation:
         self._lifecycle = lifecycle
         self._flying: dict[str, asyncio.Task[None]] = {}
         self._batches: dict[str, _Batch] = {}
+        self._closing = False
+
+    async def close(self) -> None:
+        """Undo what is being created: nobody was told of it, and its keys are free for the next agent."""
+        self._closing = True
+        flying = set(self._flying.values())
+        for task in flying:
+            task.cancel()
+        await asyncio.gather(*flying, return_exceptions=True)
+
+    def _cut_short(self) -> DsecError:
+        if self._closing:
+            return Unavailable("the node is shutting down; repeat the call with the same key")
+        return InvalidState("the sandbox was stopped while it was being created")
 
     async def create(self, spec: Spec, key: str) -> Created:
         """A running sandbox. The creation has a task of its own: a caller that vanishes does not end it."""
@@ -83,7 +97,7 @@ class Creation:
         try:
             answer = encode(await self._find_or_make(spec, key, digest))
         except asyncio.CancelledError:
-            answer = InvalidState("the sandbox was stopped while it was being created")
+            answer = self._cut_short()
         except DsecError as error:
             answer = error
         except Exception as error:
@@ -299,7 +313,7 @@ class Creation:
             await self._make_all(made, keys, digests)
             answers = [encode(self._ready(box)) for box, _ in made]
         except asyncio.CancelledError:
-            answers = await self._undo_all(made, keys, InvalidState("one of the batch was stopped: all are undone"))
+            answers = await self._undo_all(made, keys, self._cut_short())
         except DsecError as error:
             answers = await self._undo_all(made, keys, error)
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Final
 
 from dsec.backends.base import Exit, Runtime
 from dsec.model import failpoint
-from dsec.model.errors import DsecError, InvalidState, SandboxLost
+from dsec.model.errors import DsecError, SandboxLost
 from dsec.model.states import EndReason, SandboxInfo, State
 from dsec.node import box as boxes
 from dsec.node.box import Box
@@ -17,6 +17,7 @@ from dsec.node.core import Core
 log = logging.getLogger("dsec.node.lifecycle")
 
 STOP_RETRY_S: Final = 5.0
+CLOSE_S: Final = 5.0
 # What has ended, and its steps, are kept for repeated keys and for `list`: this long, and this many at most.
 ENDED_KEEP_S: Final = 86_400.0
 ENDED_KEEP_MAX: Final = 20_000
@@ -58,15 +59,12 @@ class Lifecycle:
         return box.stopping
 
     async def _stop(self, box: Box, reason: EndReason, grace_s: float) -> SandboxInfo:
-        runtime = box.runtime
-        if runtime is None:
-            box.stopping = None
-            raise InvalidState(f"sandbox {box.id} is not there yet", sandbox_id=box.id)
         try:
             box.change(state="stopping", end_reason=box.info.end_reason or reason)
             await self._core.store.commit(box.row(), durable=False)
             failpoint.at("stop.marked")
-            await runtime.stop(grace_s=grace_s)
+            if box.runtime is not None:  # None: its creation failed, and so did undoing it
+                await box.runtime.stop(grace_s=grace_s)
             failpoint.at("stop.ended")
             return await self.finish(box, "stopped", Exit(reason=box.info.end_reason or reason))
         except (DsecError, failpoint.Injected) as error:
@@ -107,10 +105,19 @@ class Lifecycle:
             self._again(box, error)
             raise
 
+    async def close(self) -> None:
+        """Let endings that are under way come to theirs; those that do not are gone on with at the next start."""
+        ending = [box.stopping for box in self._core.boxes.values() if box.stopping is not None]
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSE_S)
+
     async def finish(self, box: Box, state: State, exit_: Exit) -> SandboxInfo:
         """It has ended and everything is released: say so on the disk, then to everybody."""
         box.info = boxes.ended(box.info, state, exit_, self._core.clock.wall())
-        await self._core.store.commit(box.row())
+        # A creation that was never answered frees its key.
+        freed = "DELETE FROM steps WHERE scope = '' AND subject = ? AND state = 0"
+        undone = [(freed, (box.id,))] if exit_.reason == "create_failed" else []
+        await self._core.store.commit(box.row(), *undone)
         failpoint.at("stop.recorded")
         self._core.remove(box)
         if box.watcher is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
-from typing import Final
+from typing import Final, cast, get_args
 
 from dsec.backends.base import Exit, Handle
 from dsec.model import failpoint
@@ -44,6 +44,7 @@ class Recovery:
         await _bounded(self._row(row, there.pop(row.info.id, None), rebooted) for row in rows)
         await _bounded(self._end_orphan(handle) for handle in there.values())
         await self._steps()
+        self._sweep_spool()
         self._lifecycle.collect()
         log.info("recovered: %d sandboxes live, %d orphans ended", len(core.boxes), len(there))
 
@@ -102,8 +103,10 @@ class Recovery:
         core = self._core
         try:
             runtime = await core.backend(handle.backend).attach(handle)
-        except SandboxLost:
-            await self._gone(row, "lost")
+        except SandboxLost as error:
+            # It ended while the agent was away; the backend may still know how.
+            known = error.detail.get("reason")
+            await self._gone(row, cast(EndReason, known) if known in get_args(EndReason) else "lost")
             return
         box = Box(row.info, row.base)
         box.adopt(runtime)
@@ -127,6 +130,14 @@ class Recovery:
         except SandboxLost:
             return
         await runtime.stop()
+
+    def _sweep_spool(self) -> None:
+        """Files of answers whose rows were never written, or are gone."""
+        spool = self._core.store.spool
+        known = {row[0] for row in self._core.store.read("SELECT spool FROM steps WHERE spool IS NOT NULL")}
+        for path in spool.rglob("*"):
+            if path.is_file() and str(path.relative_to(spool)) not in known:
+                path.unlink(missing_ok=True)
 
     async def _steps(self) -> None:
         """Every step that was begun: its run is waited for, or it will be said that its end is not known."""

@@ -7,7 +7,6 @@ changes nothing, and everybody who comes with the same key waits for the same an
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
@@ -45,8 +44,8 @@ decode_result = msgspec.msgpack.Decoder(RunResult).decode
 
 
 def new_process_id() -> str:
-    """Like `ids.new_process_id`, at a tenth of its price: this is made for every run."""
-    return "p-" + base64.b32encode(secrets.token_bytes(8))[:13].decode().lower()
+    """Like `ids.new_process_id`, at a tenth of its price: one is made for every run."""
+    return "p-" + secrets.token_hex(8)
 
 
 # Not a coroutine yet: a task that is cancelled before its first step would leave it behind unawaited.

@@ -156,7 +156,8 @@ async def _listen(config: NodeConfig, node: Node) -> list[Listener]:
                 opened.write(made + "\n")
             log.info("made a key for TCP: %s; use it as DSEC_API_KEY", key_file)
         listeners.append(Listener(App(node, guard), tcp_socket(*config.listen), peer=False, tls=config.tls()))
-    for listener in listeners:
+    # The Unix socket last: who finds it answering finds all of them.
+    for listener in reversed(listeners):
         await listener.start()
     return listeners
 

@@ -179,6 +179,19 @@ class Store:
             except RuntimeError:
                 log.warning("nobody waits any more for %d changes: the event loop is closed", len(mine))
 
+    def _transact(self, statements: list[Statement]) -> None:
+        db = self._writer
+        if len(statements) == 1:
+            # It is a transaction by itself. Each call into sqlite gives the interpreter away and must win it back.
+            failpoint.at("store.before_commit")
+            db.execute(*statements[0])
+            return
+        db.execute("BEGIN IMMEDIATE")
+        for sql, args in statements:
+            db.execute(sql, args)
+        failpoint.at("store.before_commit")
+        db.execute("COMMIT")
+
     def _checkpoint(self) -> None:
         if self.commits - self._checked < _CHECK_EVERY:
             return
@@ -200,12 +213,7 @@ class Store:
             if durable is not self._full:
                 db.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
                 self._full = durable
-            db.execute("BEGIN IMMEDIATE")
-            for change in changes:
-                for sql, args in change.statements:
-                    db.execute(sql, args)
-            failpoint.at("store.before_commit")
-            db.execute("COMMIT")
+            self._transact([statement for change in changes for statement in change.statements])
         except (sqlite3.Error, OSError, failpoint.Injected) as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")

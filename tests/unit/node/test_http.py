@@ -115,7 +115,7 @@ def test_creating_with_a_key_and_finding(serve):
         ("DELETE", "/v1/sandboxes:batch", None, 400, "invalid_spec", "Idempotency-Key"),
     ],
 )
-def test_bad_input_is_refused_by_name(serve, method, path, body, status, code, field):  # noqa: PLR0917 - pytest names them
+def test_bad_input_is_refused_by_name(serve, method, path, body, status, code, field):
     async def scenario(s: SimServer) -> None:
         got, error = await s.call(method, path, body)
         assert (got, error["code"]) == (status, code), error

@@ -6,7 +6,18 @@ import asyncio
 
 import pytest
 
-from dsec.model.errors import Conflict, InvalidSpec, InvalidState, LaunchFailed, NotFound, SandboxLost, Unsupported
+from dsec.model import failpoint
+from dsec.model.errors import (
+    Conflict,
+    DsecError,
+    InvalidSpec,
+    InvalidState,
+    LaunchFailed,
+    NotFound,
+    SandboxLost,
+    Unavailable,
+    Unsupported,
+)
 from dsec.model.specs import Spec
 from dsec.node.agent import Query
 from tests.kit.simnode import SimNode
@@ -254,5 +265,48 @@ def test_labels_network_and_layers_in_use(sim):
         await s.node.remove_layer("debian:12")
         with pytest.raises(NotFound):
             await s.node.get("nobody")
+
+    sim(scenario)
+
+
+def test_a_repeated_stop_by_name_does_not_stop_the_next_of_that_name(sim):
+    async def scenario(s: SimNode) -> None:
+        first = await s.create(name="a")
+        await s.node.stop("a", "k")
+        second = await s.create(name="a")
+        assert (await s.node.stop("a", "k")).id == first
+        assert (await s.node.get(second)).state == "running"
+
+    sim(scenario)
+
+
+def test_closing_undoes_what_is_being_made_and_frees_its_key(sim):
+    async def scenario(s: SimNode) -> None:
+        s.world.faults.delay_s["start"] = 1000
+        creation = asyncio.ensure_future(s.create("k", name="a"))
+        await s.clock.settle()
+        await s.node.close()
+        with pytest.raises(Unavailable):
+            await creation
+        s.world.faults.delay_s.clear()
+        assert not s.world.inventory()
+        await s.start()
+        assert await s.create("k", name="a")
+        s.check()
+
+    sim(scenario)
+
+
+def test_a_creation_whose_undo_failed_is_cleaned_up_later(sim):
+    async def scenario(s: SimNode) -> None:
+        failpoint.arm("create.started")
+        s.world.faults.fail("stop", LaunchFailed("busy"), times=2)
+        with pytest.raises(DsecError):
+            await s.create("k", name="a")
+        failpoint.disarm()
+        await s.clock.advance(20)
+        s.check()
+        assert not s.world.inventory() and not s.open_steps()
+        assert await s.create("k", name="a")
 
     sim(scenario)

@@ -197,7 +197,7 @@ async def get(node: Node, ex: Exchange, _: None) -> None:
 
 
 async def stop(node: Node, ex: Exchange, _: None) -> None:
-    await ex.reply(200, await node.stop(ex.params[0], grace_s=number(ex.fields, "grace_s", 0.0, float)))
+    await ex.reply(200, await node.stop(ex.params[0], ex.key, grace_s=number(ex.fields, "grace_s", 0.0, float)))
 
 
 async def run(node: Node, ex: Exchange, spec: RunSpec) -> None:
