@@ -6,7 +6,7 @@
 //! ```
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,18 +14,18 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::switch;
+use crate::hierarchy::{
+    children, delegate, detect, flag, key, kill_tree, make, number, oom_kills, read, remove_tree,
+    write, Hierarchies,
+};
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
+pub use crate::run_cgroup::{RunCgroup, RunUsage};
 
-/// Controllers a sandbox needs.
-const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 const CPU_PERIOD_US: u64 = 100_000;
 /// v1 counts shares, of which a weight of 100 is this many.
 const SHARES_AT_100: u64 = 1024;
 /// Longest interval between two attempts to remove a group whose processes are dying.
 const RETRY_MAX: Duration = Duration::from_millis(20);
-/// No file that is read here is longer.
-const FILE_MAX: u64 = 1 << 20;
 
 pub(crate) const PAYLOAD: &str = "payload";
 pub(crate) const INIT: &str = "payload/init";
@@ -70,55 +70,17 @@ impl From<&SandboxPlan> for Limits {
     }
 }
 
-/// Where the hierarchies are mounted: v2, and each v1 one with its options.
-pub(crate) fn hierarchies(mountinfo: &str) -> (Option<PathBuf>, Vec<(PathBuf, String)>) {
-    let (mut v2, mut v1) = (None, Vec::new());
-    for line in mountinfo.lines() {
-        let Some((left, right)) = line.split_once(" - ") else {
-            continue;
-        };
-        let Some(point) = left.split(' ').nth(4) else {
-            continue;
-        };
-        let mut kind = right.split(' ');
-        match (kind.next(), kind.nth(1)) {
-            (Some("cgroup2"), _) if v2.is_none() => v2 = Some(PathBuf::from(point)),
-            (Some("cgroup"), Some(options)) => v1.push((point.into(), options.to_owned())),
-            _ => {}
-        }
-    }
-    (v2, v1)
-}
-
-/// Mode and mount points, without making anything.
-pub(crate) fn detect() -> Result<(CgroupMode, PathBuf, Vec<(&'static str, PathBuf)>)> {
-    let mountinfo = fs::read_to_string("/proc/self/mountinfo").step("cgroup.mountinfo")?;
-    let (v2, v1) = hierarchies(&mountinfo);
-    let v2 = v2.ok_or_else(|| LaunchError::unsupported("cgroup", "no cgroup v2 is mounted"))?;
-    let there = read(&v2.join("cgroup.controllers")).step("cgroup.controllers")?;
-    let has = |name: &str| there.split_whitespace().any(|c| c == name);
-    if CONTROLLERS.iter().all(|name| has(name)) {
-        return Ok((CgroupMode::V2, v2, Vec::new()));
-    }
-    let mut found = Vec::new();
-    for name in CONTROLLERS {
-        let mount = v1.iter().find(|(_, o)| o.split(',').any(|c| c == name));
-        let (point, _) = mount.ok_or_else(|| {
-            LaunchError::unsupported("cgroup", format!("no hierarchy has the controller {name}"))
-        })?;
-        found.push((name, point.clone()));
-    }
-    Ok((CgroupMode::Hybrid, v2, found))
-}
-
 impl Cgroups {
     /// Finds the hierarchies, makes `CG` in each, enables controllers.
     pub fn open(name: &str) -> Result<Self> {
         let bad = |part: &str| part.is_empty() || part == "." || part == "..";
         if name.split('/').any(bad) {
-            return Err(LaunchError::field("cgroup", format!("bad cgroup name {name:?}")));
+            return Err(LaunchError::field(
+                "cgroup",
+                format!("bad cgroup name {name:?}"),
+            ));
         }
-        let (mode, v2, v1) = detect()?;
+        let Hierarchies { mode, v2, v1 } = detect()?;
         if mode == CgroupMode::V2 {
             let mut at = v2.clone();
             for part in name.split('/') {
@@ -165,7 +127,10 @@ impl Cgroups {
         let sandbox = self.sandbox(id);
         match fs::create_dir(sandbox.v2("")) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(LaunchError::new(Code::Exists, format!("cgroup of {id} exists")))
+                return Err(LaunchError::new(
+                    Code::Exists,
+                    format!("cgroup of {id} exists"),
+                ))
             }
             other => other.step("cgroup.mkdir")?,
         }
@@ -183,7 +148,10 @@ impl Cgroups {
         if sandbox.v2("").is_dir() {
             Ok(sandbox)
         } else {
-            Err(LaunchError::new(Code::NotFound, format!("no cgroup of {id}")))
+            Err(LaunchError::new(
+                Code::NotFound,
+                format!("no cgroup of {id}"),
+            ))
         }
     }
 
@@ -221,7 +189,7 @@ pub struct SandboxCgroup {
 }
 
 impl SandboxCgroup {
-    fn v2(&self, below: &str) -> PathBuf {
+    pub(crate) fn v2(&self, below: &str) -> PathBuf {
         let base = self.inner.v2.join(&self.id);
         if below.is_empty() {
             base
@@ -236,7 +204,7 @@ impl SandboxCgroup {
     }
 
     /// Where a controller's files of the sandbox are.
-    fn home(&self, controller: &str) -> PathBuf {
+    pub(crate) fn home(&self, controller: &str) -> PathBuf {
         self.v1(controller).unwrap_or_else(|| self.v2(""))
     }
 
@@ -347,7 +315,10 @@ impl SandboxCgroup {
     pub fn find_run(&self, run: &str) -> Result<RunCgroup> {
         let leaf = format!("{PAYLOAD}/run-{run}");
         if !self.v2(&leaf).is_dir() {
-            return Err(LaunchError::new(Code::NotFound, format!("no cgroup of run {run}")));
+            return Err(LaunchError::new(
+                Code::NotFound,
+                format!("no cgroup of run {run}"),
+            ));
         }
         let at = Some(self.run_memory(run)).filter(|at| at.is_dir());
         Ok(self.run_at(leaf, at))
@@ -395,12 +366,6 @@ impl SandboxCgroup {
         Ok(flag(&self.v2(""), "populated").step("cgroup.events")? == Some(1))
     }
 
-    /// Processes of the init's leaf: an init whose launcher died is found here.
-    pub(crate) fn init_processes(&self) -> Vec<i32> {
-        let text = read(&self.v2(INIT).join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok()).collect()
-    }
-
     /// `cgroup.events`; EPOLLPRI when populated or frozen changes.
     pub fn events(&self) -> Result<OwnedFd> {
         let file = File::open(self.v2("").join("cgroup.events")).step("cgroup.events")?;
@@ -437,8 +402,11 @@ impl SandboxCgroup {
         Ok(usage)
     }
 
-    fn pids_max_events(&self) -> u64 {
-        key(&read(&self.home("pids").join("pids.events")).unwrap_or_default(), "max")
+    pub(crate) fn pids_max_events(&self) -> u64 {
+        key(
+            &read(&self.home("pids").join("pids.events")).unwrap_or_default(),
+            "max",
+        )
     }
 
     /// Removes the whole tree, waiting at most `deadline` for dying processes; idempotent.
@@ -446,7 +414,12 @@ impl SandboxCgroup {
         let end = Instant::now() + deadline;
         let mut wait = Duration::from_micros(200);
         loop {
-            let mut all: Vec<_> = self.inner.v1.iter().map(|h| h.base.join(&self.id)).collect();
+            let mut all: Vec<_> = self
+                .inner
+                .v1
+                .iter()
+                .map(|h| h.base.join(&self.id))
+                .collect();
             all.push(self.v2(""));
             let mut busy = None;
             for at in all {
@@ -461,235 +434,5 @@ impl SandboxCgroup {
             thread::sleep(wait);
             wait = (wait * 2).min(RETRY_MAX);
         }
-    }
-}
-
-/// What a run hit and used.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RunUsage {
-    pub user_us: u64,
-    pub system_us: u64,
-    /// 0 without a memory child.
-    pub memory_peak_bytes: u64,
-    /// OOM kills within the run (within the sandbox's own group without a memory child).
-    pub oom_kills: u64,
-    /// Times pids_max refused a fork in the whole sandbox.
-    pub pids_max_events: u64,
-}
-
-/// A leaf for one run. A value, not an owner.
-#[derive(Debug, Clone)]
-pub struct RunCgroup {
-    sandbox: SandboxCgroup,
-    leaf: String,
-    memory: Option<PathBuf>,
-}
-
-impl RunCgroup {
-    fn v2(&self) -> PathBuf {
-        self.sandbox.v2(&self.leaf)
-    }
-
-    /// `ID/payload/run-RUN`, for the launcher.
-    pub(crate) fn path(&self) -> String {
-        format!("{}/{}", self.sandbox.id, self.leaf)
-    }
-
-    /// The group to join in v1's memory hierarchy, below `CG`.
-    pub(crate) fn memory_path(&self) -> String {
-        match (&self.memory, self.leaf.strip_prefix("payload/")) {
-            (Some(_), Some(name)) => format!("{}/{name}", self.sandbox.id),
-            _ => self.sandbox.id.clone(),
-        }
-    }
-
-    pub(crate) fn sandbox_id(&self) -> &str {
-        &self.sandbox.id
-    }
-
-    /// SIGKILL to the whole tree of the run, without waiting.
-    pub fn kill(&self) -> Result<()> {
-        kill_tree(&self.v2())
-    }
-
-    pub fn populated(&self) -> Result<bool> {
-        Ok(flag(&self.v2(), "populated").step("cgroup.events")? == Some(1))
-    }
-
-    /// Number of live processes.
-    pub fn count(&self) -> Result<u64> {
-        let text = read(&self.v2().join("cgroup.procs")).step("cgroup.procs")?;
-        Ok(text.lines().count() as u64)
-    }
-
-    /// `cgroup.events`; EPOLLPRI when it empties.
-    pub fn events(&self) -> Result<OwnedFd> {
-        let file = File::open(self.v2().join("cgroup.events")).step("cgroup.events")?;
-        Ok(file.into())
-    }
-
-    pub fn usage(&self) -> Result<RunUsage> {
-        let cpu = read(&self.v2().join("cpu.stat")).step("cpu.stat")?;
-        let peak = self.memory.as_ref().map_or(0, |at| {
-            let v2 = at.join("memory.peak");
-            if v2.exists() {
-                number(&v2)
-            } else {
-                number(&at.join("memory.max_usage_in_bytes"))
-            }
-        });
-        let home = self.memory.clone().unwrap_or_else(|| self.sandbox.home("memory"));
-        Ok(RunUsage {
-            user_us: key(&cpu, "user_usec"),
-            system_us: key(&cpu, "system_usec"),
-            memory_peak_bytes: peak,
-            oom_kills: oom_kills(&home),
-            pids_max_events: self.sandbox.pids_max_events(),
-        })
-    }
-
-    /// Removes it; `busy` while a process is in it. Idempotent.
-    pub fn remove(&self) -> Result<()> {
-        for at in self.memory.iter().chain([&self.v2()]) {
-            match fs::remove_dir(at) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                    return Err(LaunchError::new(Code::Busy, "a process of the run lives"))
-                }
-                other => other.step("cgroup.rmdir")?,
-            }
-        }
-        Ok(())
-    }
-}
-
-fn make(at: &Path) -> io::Result<()> {
-    match fs::create_dir(at) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other,
-    }
-}
-
-fn delegate(at: &Path, controllers: &str) -> Result<()> {
-    write(&at.join("cgroup.subtree_control"), controllers).step("cgroup.subtree_control")
-}
-
-fn write(at: &Path, value: &str) -> io::Result<()> {
-    // Never O_CREAT: a missing file says what the kernel lacks.
-    fs::OpenOptions::new()
-        .write(true)
-        .open(at)?
-        .write_all(value.as_bytes())
-}
-
-fn read(at: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(at)?.take(FILE_MAX).read_to_string(&mut text)?;
-    Ok(text)
-}
-
-fn number(at: &Path) -> u64 {
-    read(at).ok().and_then(|t| t.trim().parse().ok()).unwrap_or(0)
-}
-
-/// The value of `name` in lines of the form `name value`.
-fn key(text: &str, name: &str) -> u64 {
-    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
-    let found = lines.find(|(key, _)| *key == name);
-    found.and_then(|(_, v)| v.trim().parse().ok()).unwrap_or(0)
-}
-
-fn flag(at: &Path, name: &str) -> io::Result<Option<u64>> {
-    match read(&at.join("cgroup.events")) {
-        Ok(text) => Ok(Some(key(&text, name))),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn oom_kills(memory: &Path) -> u64 {
-    let v1 = read(&memory.join("memory.oom_control"));
-    let text = v1.or_else(|_| read(&memory.join("memory.events")));
-    key(&text.unwrap_or_default(), "oom_kill")
-}
-
-fn children(at: &Path) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(at) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            names.extend(entry.file_name().into_string().ok());
-        }
-    }
-    Ok(names)
-}
-
-fn kill_tree(at: &Path) -> Result<()> {
-    if switch::off(switch::CGROUP_KILL) && at.is_dir() {
-        return kill_frozen(at);
-    }
-    match write(&at.join("cgroup.kill"), "1") {
-        Ok(()) => Ok(()),
-        // Either the group is gone, and so are its processes, or the kernel is older than 5.14.
-        Err(error) if error.kind() == io::ErrorKind::NotFound && at.is_dir() => kill_frozen(at),
-        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(()),
-        Err(error) => Err(LaunchError::step("cgroup.kill", &error)),
-    }
-}
-
-/// Frozen, the tree cannot grow while it is walked; the signals work once it thaws.
-fn kill_frozen(at: &Path) -> Result<()> {
-    write(&at.join("cgroup.freeze"), "1").step("cgroup.freeze")?;
-    let result = kill_each(at).step("cgroup.kill");
-    write(&at.join("cgroup.freeze"), "0").step("cgroup.thaw")?;
-    result
-}
-
-fn kill_each(at: &Path) -> io::Result<()> {
-    for line in read(&at.join("cgroup.procs"))?.lines() {
-        if let Some(pid) = line.parse().ok().and_then(rustix::process::Pid::from_raw) {
-            // It may have died by itself.
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-        }
-    }
-    for child in children(at)? {
-        kill_each(&at.join(child))?;
-    }
-    Ok(())
-}
-
-fn remove_tree(at: &Path) -> io::Result<()> {
-    // Most often nothing but empty leaves is left; the order is children first.
-    for child in children(at)? {
-        remove_tree(&at.join(child))?;
-    }
-    match fs::remove_dir(at) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hierarchies_are_found_by_type_and_option() {
-        let text = "31 23 0:28 / /c rw - tmpfs tmpfs rw\n\
-            35 31 0:32 / /c/memory rw,relatime shared:1 - cgroup cgroup rw,memory\n\
-            41 31 0:38 / /c/unified rw - cgroup2 cgroup2 rw\n";
-        let (v2, v1) = hierarchies(text);
-        assert_eq!(v2, Some(PathBuf::from("/c/unified")));
-        assert_eq!(v1, [(PathBuf::from("/c/memory"), "rw,memory".to_owned())]);
-    }
-
-    #[test]
-    fn keys_are_matched_whole() {
-        assert_eq!(key("oom 3\noom_kill 2\n", "oom_kill"), 2);
-        assert_eq!(key("oom_kill_disable 0\n", "oom_kill"), 0);
     }
 }

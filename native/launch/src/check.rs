@@ -1,5 +1,7 @@
 //! Plans that could not work are refused before anything is made.
 
+use std::mem::size_of;
+
 use dsec_sys::cred::CAP_NAMES;
 
 use crate::layers::check_name;
@@ -7,13 +9,29 @@ use crate::plan::{Code, LaunchError, Result, RunPlan, SandboxPlan};
 
 /// Docker's default set without NET_RAW, which would see and forge packets of the namespace.
 pub const DEFAULT_CAPS: [&str; 13] = [
-    "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE",
-    "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+    "AUDIT_WRITE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "MKNOD",
+    "NET_BIND_SERVICE",
+    "SETFCAP",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+    "SYS_CHROOT",
 ];
 /// What a plan may add. Never SYS_ADMIN: in the sandbox's own user namespace it could take `nodev` off
 /// the root and open device nodes of a layer.
 const GRANTABLE: [&str; 6] = [
-    "DAC_READ_SEARCH", "IPC_LOCK", "IPC_OWNER", "LEASE", "SYS_NICE", "SYS_PTRACE",
+    "DAC_READ_SEARCH",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "LEASE",
+    "SYS_NICE",
+    "SYS_PTRACE",
 ];
 
 const LAYERS_MAX: usize = 128;
@@ -35,7 +53,10 @@ fn in_range(field: &str, value: u64, min: u64, max: u64) -> Result<()> {
     if (min..=max).contains(&value) {
         return Ok(());
     }
-    Err(LaunchError::field(field, format!("{field} must be {min} to {max}")))
+    Err(LaunchError::field(
+        field,
+        format!("{field} must be {min} to {max}"),
+    ))
 }
 
 fn inside_path(field: &str, path: &str) -> Result<()> {
@@ -43,7 +64,9 @@ fn inside_path(field: &str, path: &str) -> Result<()> {
         && path.len() > 1
         && path.len() <= PATH_MAX
         && !path.contains('\0')
-        && path[1..].split('/').all(|part| !matches!(part, "" | "." | ".."));
+        && path[1..]
+            .split('/')
+            .all(|part| !matches!(part, "" | "." | ".."));
     if fine {
         return Ok(());
     }
@@ -61,7 +84,10 @@ pub(crate) fn capabilities(caps: Option<&[String]>) -> Result<u64> {
     for name in &names {
         let name = name.as_str();
         if !CAP_NAMES.contains(&name) {
-            return Err(LaunchError::field("caps", format!("caps: no capability {name:?}")));
+            return Err(LaunchError::field(
+                "caps",
+                format!("caps: no capability {name:?}"),
+            ));
         }
         if !DEFAULT_CAPS.contains(&name) && !GRANTABLE.contains(&name) {
             let text = format!("the capability {name} would weaken the isolation");
@@ -101,7 +127,12 @@ pub fn sandbox(plan: &SandboxPlan) -> Result<()> {
     in_range("memory_bytes", plan.memory_bytes, 0, i64::MAX as u64)?;
     in_range("swap_bytes", plan.swap_bytes, 0, i64::MAX as u64)?;
     in_range("cpu_milli", plan.cpu_milli, 0, 1 << 20)?;
-    in_range("cpu_weight", u64::from(plan.cpu_weight), 1, u64::from(WEIGHT_MAX))?;
+    in_range(
+        "cpu_weight",
+        u64::from(plan.cpu_weight),
+        1,
+        u64::from(WEIGHT_MAX),
+    )?;
     in_range("pids_max", plan.pids_max, 2, 1 << 22)?;
     in_range("nofile", plan.nofile, NOFILE_MIN, 1 << 30)?;
     in_range("pty_max", u64::from(plan.pty_max), 0, 1 << 20)?;
@@ -132,8 +163,11 @@ fn mounts(plan: &SandboxPlan) -> Result<()> {
 }
 
 fn too_long(what: &str, limit: usize) -> LaunchError {
-    LaunchError::new(Code::TooLong, format!("{what} is longer than {limit} bytes"))
-        .with("limit", limit as i64)
+    LaunchError::new(
+        Code::TooLong,
+        format!("{what} is longer than {limit} bytes"),
+    )
+    .with("limit", limit as i64)
 }
 
 /// Checks a run's plan.
@@ -167,7 +201,10 @@ pub fn run(plan: &RunPlan) -> Result<()> {
     }
     for (key, value) in &plan.env {
         if key.is_empty() || key.contains(&b'=') || key.contains(&0) || value.contains(&0) {
-            return Err(LaunchError::field("env", "env: bad name, or NUL in a value"));
+            return Err(LaunchError::field(
+                "env",
+                "env: bad name, or NUL in a value",
+            ));
         }
         if key.len() + value.len() + 2 > STRING_MAX {
             return Err(too_long("an environment variable", STRING_MAX - 2));
@@ -187,7 +224,10 @@ mod tests {
     #[test]
     fn capabilities_by_name() {
         assert_eq!(capabilities(Some(&[])), Ok(0));
-        assert_eq!(capabilities(Some(&["CAP_KILL".to_owned(), "CHOWN".to_owned()])), Ok(0b10_0001));
+        assert_eq!(
+            capabilities(Some(&["CAP_KILL".to_owned(), "CHOWN".to_owned()])),
+            Ok(0b10_0001)
+        );
         let refused = capabilities(Some(&["SYS_ADMIN".to_owned()])).expect_err("refused");
         assert_eq!(refused.code, Code::Unsupported);
         let unknown = capabilities(Some(&["FLY".to_owned()])).expect_err("refused");

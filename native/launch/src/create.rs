@@ -4,9 +4,9 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
+use dsec_sys::cred;
 use dsec_sys::mount::{self, NODEV, NOEXEC, NOSUID, RDONLY};
 use dsec_sys::process::{self, CloneSpec, Cloned};
-use dsec_sys::cred;
 use rustix::fs::{fchmod, mkdirat, mknodat, openat, symlinkat, FileType, Mode, OFlags};
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 
@@ -91,7 +91,7 @@ fn copies(server: &Server, plan: &SandboxPlan, upper: &str) -> Result<(Vec<Owned
         // Unmounted, there is at most an empty directory of the namespace's own tmpfs.
         let copy = take(&layer_path(digest), digest)?;
         let kind = rustix::fs::fstatfs(&copy).step("create.layer")?;
-        if kind.f_type as i64 != EROFS_MAGIC {
+        if kind.f_type != EROFS_MAGIC {
             let text = format!("layer {digest} is not mounted");
             return Err(LaunchError::new(Code::NotFound, text).with("what", digest.as_str()));
         }
@@ -107,7 +107,12 @@ const EROFS_MAGIC: i64 = 0xe0f5_e1e2;
 
 /// sysfs shows the network namespace of the thread that makes it.
 fn sysfs() -> Result<OwnedFd> {
-    let made = mounting::make("create.sysfs", c"sysfs", &[], RDONLY | NOSUID | NODEV | NOEXEC)?;
+    let made = mounting::make(
+        "create.sysfs",
+        c"sysfs",
+        &[],
+        RDONLY | NOSUID | NODEV | NOEXEC,
+    )?;
     failpoint::at("create.sysfs")?;
     Ok(made)
 }
@@ -130,10 +135,14 @@ fn give_birth(server: &Server, plan: &SandboxPlan) -> Result<(i32, OwnedFd)> {
     match process::clone(&server.alone, &spec).step("create.clone")? {
         Cloned::Child => {
             drop(ours);
-            init::main(plan, &theirs, &tasks)
+            init::main(plan, &server.hidden, &theirs, &tasks)
         }
         Cloned::Parent { pid, pidfd } => {
-            let told = wire::send(server.control.as_fd(), &Reply::Cloned { pid }, &[pidfd.as_fd()]);
+            let told = wire::send(
+                server.control.as_fd(),
+                &Reply::Cloned { pid },
+                &[pidfd.as_fd()],
+            );
             told.step("create.tell")?;
             Ok((pid, ours))
         }
@@ -144,7 +153,9 @@ fn give_birth(server: &Server, plan: &SandboxPlan) -> Result<(i32, OwnedFd)> {
 fn map_ids(pid: i32, uid_base: u32) -> Result<File> {
     let map = format!("0 {uid_base} {IDS}\n");
     for file in ["uid_map", "gid_map"] {
-        let opened = fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/{file}"));
+        let opened = fs::OpenOptions::new()
+            .write(true)
+            .open(format!("/proc/{pid}/{file}"));
         let mut opened = opened.step("create.map")?;
         opened.write_all(map.as_bytes()).step("create.map")?;
     }

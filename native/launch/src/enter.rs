@@ -121,7 +121,8 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     }
     let (argv, env) = (strings(plan)?, environment(plan, &user)?);
     cred::set_groups(&user.groups).step("enter.groups")?;
-    // With the usual rules off, the capabilities stay over the change of ids: the filter needs one.
+    // The filter needs a capability after the change of ids.
+    cred::keep_permitted().step("enter.keep_caps")?;
     cred::set_ids(user.uid, user.gid).step("enter.ids")?;
     let permitted = if user.uid == 0 { bounding } else { 0 };
     let for_filter = permitted | 1 << cred::CAP_SYS_ADMIN;
@@ -129,21 +130,11 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     cred::set_caps(for_filter, permitted).step("enter.caps")?;
     change_directory(plan)?;
     cred::set_caps(for_filter, for_filter).step("enter.caps")?;
-    cred::usual_caps_over_ids().or_else(permitted_to_fail).step("enter.securebits")?;
     process::reset_signals();
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
     cred::set_caps(permitted, permitted).step("enter.caps")?;
     Err(exec(plan, &argv, &env))
-}
-
-/// Changing securebits needs SETPCAP, which a plan may have taken; exec'ing does not depend on it.
-fn permitted_to_fail(error: std::io::Error) -> std::io::Result<()> {
-    if error.raw_os_error() == Some(libc::EPERM) {
-        Ok(())
-    } else {
-        Err(error)
-    }
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
@@ -155,7 +146,13 @@ fn join(entry: &Entry<'_>) -> Result<()> {
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }
-    let keep = [0, 1, 2, entry.fds.init.as_raw_fd(), entry.fds.status.as_raw_fd()];
+    let keep = [
+        0,
+        1,
+        2,
+        entry.fds.init.as_raw_fd(),
+        entry.fds.status.as_raw_fd(),
+    ];
     process::close_all_but(&keep).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)
 }
@@ -184,7 +181,10 @@ fn change_directory(plan: &RunPlan) -> Result<()> {
 }
 
 fn strings(plan: &RunPlan) -> Result<Vec<CString>> {
-    let all = plan.argv.iter().map(|argument| cstring(argument.as_slice()));
+    let all = plan
+        .argv
+        .iter()
+        .map(|argument| cstring(argument.as_slice()));
     all.collect::<std::io::Result<_>>().step("enter.argv")
 }
 
@@ -218,7 +218,11 @@ fn exec(plan: &RunPlan, argv: &[CString], env: &[CString]) -> LaunchError {
     let mut worst = std::io::Error::from_raw_os_error(libc::ENOENT);
     for directory in path.split(|byte| *byte == b':') {
         // An empty part means the working directory.
-        let directory = if directory.is_empty() { b".".as_slice() } else { directory };
+        let directory = if directory.is_empty() {
+            b".".as_slice()
+        } else {
+            directory
+        };
         let program = [directory, b"/", name].concat();
         if program.len() > PROGRAM_MAX {
             continue;
@@ -241,8 +245,13 @@ fn explain(plan: &RunPlan, error: &std::io::Error) -> LaunchError {
     let program = String::from_utf8_lossy(&plan.argv[0]).into_owned();
     let errno = error.raw_os_error().unwrap_or(0);
     let code = match errno {
-        libc::ENOENT | libc::ENOTDIR | libc::EACCES | libc::ENOEXEC | libc::ELOOP
-        | libc::ENAMETOOLONG | libc::EISDIR => Code::NoProgram,
+        libc::ENOENT
+        | libc::ENOTDIR
+        | libc::EACCES
+        | libc::ENOEXEC
+        | libc::ELOOP
+        | libc::ENAMETOOLONG
+        | libc::EISDIR => Code::NoProgram,
         libc::E2BIG => Code::TooLong,
         _ => return LaunchError::step("exec", error).with("program", program),
     };

@@ -92,12 +92,20 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
         on(&mut program, libc::SYS_clone, &clone_body());
     }
     if checked(libc::SYS_personality) {
-        on(&mut program, libc::SYS_personality, &equal_body(&PERSONALITIES, ALLOW, EPERM));
+        on(
+            &mut program,
+            libc::SYS_personality,
+            &equal_body(&PERSONALITIES, ALLOW, EPERM),
+        );
     }
     if checked(libc::SYS_socket) {
         // Not AF_VSOCK: it reaches the hypervisor past every network namespace.
         let vsock = [libc::AF_VSOCK as u32];
-        on(&mut program, libc::SYS_socket, &equal_body(&vsock, EPERM, ALLOW));
+        on(
+            &mut program,
+            libc::SYS_socket,
+            &equal_body(&vsock, EPERM, ALLOW),
+        );
     }
     if !spec.ioctl_deny.is_empty() && allowed.contains(&(libc::SYS_ioctl as u32)) {
         let mut body = equal_body(&spec.ioctl_deny, EPERM, ALLOW);
@@ -106,7 +114,10 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
     }
     ranges(&mut program, &allowed);
     if program.len() > MAX_INSTRUCTIONS {
-        return Err(LaunchError::field("seccomp", "seccomp: the filter is too long"));
+        return Err(LaunchError::field(
+            "seccomp",
+            "seccomp: the filter is too long",
+        ));
     }
     Ok(program)
 }
@@ -256,19 +267,32 @@ mod tests {
         }
         for (name, nr) in KNOWN_DENIED {
             let expected = if *name == "clone3" { ENOSYS } else { EPERM };
-            assert_eq!(ask(&spec, libc::c_long::from(*nr), [0, 0]), expected, "{name}");
+            assert_eq!(
+                ask(&spec, libc::c_long::from(*nr), [0, 0]),
+                expected,
+                "{name}"
+            );
         }
         assert_eq!(ask(&spec, 2000, [0, 0]), ENOSYS);
-        assert_eq!(ask(&spec, libc::SYS_clone, [NAMESPACES & 0x1000_0000, 0]), EPERM);
+        assert_eq!(
+            ask(&spec, libc::SYS_clone, [NAMESPACES & 0x1000_0000, 0]),
+            EPERM
+        );
         assert_eq!(ask(&spec, libc::SYS_personality, [0x2_0000, 0]), ALLOW);
         assert_eq!(ask(&spec, libc::SYS_personality, [1, 0]), EPERM);
-        assert_eq!(ask(&spec, libc::SYS_socket, [libc::AF_VSOCK as u32, 0]), EPERM);
+        assert_eq!(
+            ask(&spec, libc::SYS_socket, [libc::AF_VSOCK as u32, 0]),
+            EPERM
+        );
     }
 
     #[test]
     fn another_architecture_is_refused() {
         let program = compile(&SeccompSpec::default()).expect("a valid filter");
-        assert_eq!(run(&program, 0x4000_0003, libc::SYS_read as u32, [0, 0]), EPERM);
+        assert_eq!(
+            run(&program, 0x4000_0003, libc::SYS_read as u32, [0, 0]),
+            EPERM
+        );
     }
 
     #[test]

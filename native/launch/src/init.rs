@@ -37,8 +37,13 @@ const MASKED: [&str; 17] = [
     "/sys/firmware",
     "/sys/kernel/debug",
 ];
-const READ_ONLY: [&str; 5] =
-    ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+const READ_ONLY: [&str; 5] = [
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+];
 /// Group `tty` of every distribution.
 const TTY_GROUP: &str = "5";
 const INIT_NOFILE: u64 = 16;
@@ -58,9 +63,27 @@ pub(crate) fn join(tasks: &[OwnedFd]) -> Result<()> {
     Ok(())
 }
 
+/// What of this there is on this kernel, looked up once: each look into a new /proc or /sys costs
+/// some microseconds, found or not.
+#[derive(Debug)]
+pub(crate) struct Hidden {
+    masked: Vec<&'static str>,
+    read_only: Vec<&'static str>,
+}
+
+impl Hidden {
+    pub(crate) fn find() -> Self {
+        let there = |path: &&'static str| std::fs::symlink_metadata(path).is_ok();
+        Self {
+            masked: MASKED.into_iter().filter(there).collect(),
+            read_only: READ_ONLY.into_iter().filter(there).collect(),
+        }
+    }
+}
+
 /// Never returns: sets up, answers, reaps.
-pub(crate) fn main(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> ! {
-    let done = set_up(plan, channel, tasks);
+pub(crate) fn main(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[OwnedFd]) -> ! {
+    let done = set_up(plan, hidden, channel, tasks);
     let answer = match done {
         Ok(()) => Answer::Ready,
         Err(error) => Answer::Failed(error),
@@ -78,7 +101,7 @@ pub(crate) fn main(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> 
     process::reap_forever()
 }
 
-fn set_up(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> Result<()> {
+fn set_up(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[OwnedFd]) -> Result<()> {
     join(tasks)?;
     let mut keep = crate::create::raw(tasks);
     keep.push(channel.as_raw_fd());
@@ -103,7 +126,7 @@ fn set_up(plan: &SandboxPlan, channel: &OwnedFd, tasks: &[OwnedFd]) -> Result<()
     attach_system(&staged, &sys)?;
     attach_plan(plan, &staged)?;
     failpoint::at("init.mounted")?;
-    hide(&staged)?;
+    hide(hidden, &staged)?;
     failpoint::at("init.masked")?;
     confine(plan)?;
     failpoint::at("init.confined")
@@ -251,7 +274,15 @@ fn file_target(path: &str) -> Result<OwnedFd> {
         other => other.step(step)?,
     };
     let plain = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let look = || openat2(&parent_fd, name, plain, Mode::empty(), ResolveFlags::empty());
+    let look = || {
+        openat2(
+            &parent_fd,
+            name,
+            plain,
+            Mode::empty(),
+            ResolveFlags::empty(),
+        )
+    };
     match look() {
         Ok(found) if !is_link(&found)? => return Ok(found),
         Ok(_) => unlinkat(&parent_fd, name, AtFlags::empty()).step(step)?,
@@ -269,12 +300,16 @@ fn is_link(fd: &OwnedFd) -> Result<bool> {
     Ok(FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
 }
 
-fn hide(staged: &Staged) -> Result<()> {
-    for path in MASKED {
+fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {
+    for path in &hidden.masked {
         let Some((at, is_directory)) = present(path)? else {
             continue;
         };
-        let cover = if is_directory { &staged.empty } else { &staged.null };
+        let cover = if is_directory {
+            &staged.empty
+        } else {
+            &staged.null
+        };
         let copy = mounting::copy_fd(cover.as_fd());
         // Copying a detached mount works since 6.15 only; /dev/null and the first one are attached.
         let copy = match copy {
@@ -283,7 +318,7 @@ fn hide(staged: &Staged) -> Result<()> {
         };
         attach(copy.as_fd(), at.as_fd()).step("init.mask")?;
     }
-    for path in READ_ONLY {
+    for path in &hidden.read_only {
         let Some((at, _)) = present(path)? else {
             continue;
         };
@@ -300,7 +335,12 @@ fn again(is_directory: bool) -> Result<OwnedFd> {
         return mounting::copy("/dev/null").step("init.mask");
     }
     let options = [("size", Value::Text("4k")), ("nr_inodes", Value::Text("1"))];
-    mounting::make("init.mask", c"tmpfs", &options, RDONLY | NOSUID | NODEV | NOEXEC)
+    mounting::make(
+        "init.mask",
+        c"tmpfs",
+        &options,
+        RDONLY | NOSUID | NODEV | NOEXEC,
+    )
 }
 
 fn present(path: &str) -> Result<Option<(OwnedFd, bool)>> {
@@ -331,6 +371,8 @@ fn confine(plan: &SandboxPlan) -> Result<()> {
 
 /// Writes a value to a small file of /proc.
 pub(crate) fn write_proc(path: &str, value: &str) -> io::Result<()> {
-    File::options().write(true).open(path)?.write_all(value.as_bytes())
+    File::options()
+        .write(true)
+        .open(path)?
+        .write_all(value.as_bytes())
 }
-

@@ -1,5 +1,6 @@
 //! The runtime's handle on a launcher, a tiny process that clones inits and runs.
 
+use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
@@ -11,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::{pipe_with, PipeFlags};
 
-use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup};
+use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup, INIT};
 use crate::check;
 use crate::config::Config;
 use crate::create::IDS;
@@ -93,7 +94,10 @@ impl Process {
         let process = Self { child, socket };
         match process.receive(Instant::now() + START_DEADLINE)? {
             (Reply::Ready, _) => Ok(process),
-            _ => Err(LaunchError::new(Code::Internal, "the launcher did not say it is ready")),
+            _ => Err(LaunchError::new(
+                Code::Internal,
+                "the launcher did not say it is ready",
+            )),
         }
     }
 
@@ -151,16 +155,40 @@ impl Drop for Newborn<'_> {
             let _ = process::reap(created.init_pidfd.as_fd(), REAP_DEADLINE_MS);
             return;
         }
-        // The launcher may have died between the clone and telling us.
-        for pid in self.cgroup.init_processes() {
-            let Some(pid) = rustix::process::Pid::from_raw(pid) else {
-                continue;
-            };
-            let flags = rustix::process::PidfdFlags::empty();
-            if let Ok(pidfd) = rustix::process::pidfd_open(pid, flags) {
-                let _ = process::signal(pidfd.as_fd(), libc::SIGKILL);
-                let _ = process::reap(pidfd.as_fd(), REAP_DEADLINE_MS);
-            }
+        end_strays(&format!("{}/{INIT}", self.cgroup.sandbox_id()));
+    }
+}
+
+/// A launcher that died between a clone and telling us leaves a child of ours that nobody knows, alive
+/// or a zombie; a zombie keeps its pid namespace from ending. The cgroup says whose it is. Reads all
+/// of /proc, but only after such a failure.
+fn end_strays(leaf: &str) {
+    let own = std::process::id().to_string();
+    let suffix = format!("/{leaf}");
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let Some(pid) = rustix::process::Pid::from_raw(pid) else {
+            continue;
+        };
+        let read = |file: &str| fs::read_to_string(entry.path().join(file)).unwrap_or_default();
+        // After the last ')': a name may contain anything.
+        let stat = read("stat");
+        let parent = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.split_whitespace().nth(1));
+        let inside = |line: &str| line.starts_with("0::") && line.ends_with(&suffix);
+        if parent != Some(own.as_str()) || !read("cgroup").lines().any(inside) {
+            continue;
+        }
+        let flags = rustix::process::PidfdFlags::empty();
+        if let Ok(pidfd) = rustix::process::pidfd_open(pid, flags) {
+            // Gone already is as good.
+            let _ = process::signal(pidfd.as_fd(), libc::SIGKILL);
+            let _ = process::reap(pidfd.as_fd(), REAP_DEADLINE_MS);
         }
     }
 }
@@ -267,7 +295,7 @@ impl Launcher {
         };
         let [stdin, stdout, stderr] = stdio;
         let fds = [target.init_pidfd, stdin, stdout, stderr, theirs.as_fd()];
-        let (pid, pidfd) = self.with(|process| {
+        let entered = self.with(|process| {
             send(process, &request, &fds)?;
             match process.receive(Instant::now() + ENTER_DEADLINE)? {
                 (Reply::Cloned { pid }, fds) => {
@@ -277,7 +305,8 @@ impl Launcher {
                 (Reply::Failed(error), _) => Ok(Outcome::Refused(error)),
                 (Reply::Ready, _) => Err(died()),
             }
-        })?;
+        });
+        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
         Ok(Entered { pid, pidfd, status })
     }
 }

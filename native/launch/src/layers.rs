@@ -22,8 +22,8 @@ use rustix::io::Errno;
 
 use crate::config::Config;
 use crate::mounting::{self, attach_at, cstring, Making, Value};
-use crate::switch;
 use crate::plan::{Code, LaunchError, Result, Step};
+use crate::switch;
 
 const DIGEST_MAX: usize = 128;
 /// `statfs` type of a file that stands for a namespace.
@@ -51,10 +51,16 @@ pub struct Pinned(Arc<Inner>);
 /// A digest or an id that becomes a file name.
 pub(crate) fn check_name(field: &str, name: &str) -> Result<()> {
     let fine = |c: u8| c.is_ascii_alphanumeric() || b":._-+".contains(&c);
-    if name.is_empty() || name.len() > DIGEST_MAX || name.starts_with('.') || !name.bytes().all(fine)
+    if name.is_empty()
+        || name.len() > DIGEST_MAX
+        || name.starts_with('.')
+        || !name.bytes().all(fine)
     {
         let allowed = "1 to 128 letters, digits, ':', '.', '_', '-', '+', not starting with '.'";
-        return Err(LaunchError::field(field, format!("{field} must be {allowed}")));
+        return Err(LaunchError::field(
+            field,
+            format!("{field} must be {allowed}"),
+        ));
     }
     Ok(())
 }
@@ -99,19 +105,32 @@ impl Pinned {
     /// Opens a path below the namespace's root from outside.
     pub(crate) fn open_at(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
         let path = path.trim_start_matches('/');
-        Ok(openat(&self.0.root, path, flags | OFlags::CLOEXEC, Mode::empty())?)
+        Ok(openat(
+            &self.0.root,
+            path,
+            flags | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?)
     }
 
     /// Makes a directory below the namespace's root; there already is fine.
     pub(crate) fn mkdir(&self, path: &str) -> io::Result<()> {
-        match mkdirat(&self.0.root, path.trim_start_matches('/'), Mode::from_raw_mode(0o755)) {
+        match mkdirat(
+            &self.0.root,
+            path.trim_start_matches('/'),
+            Mode::from_raw_mode(0o755),
+        ) {
             Err(Errno::EXIST) => Ok(()),
             other => Ok(other?),
         }
     }
 
     pub(crate) fn rmdir(&self, path: &str) -> io::Result<()> {
-        match unlinkat(&self.0.root, path.trim_start_matches('/'), AtFlags::REMOVEDIR) {
+        match unlinkat(
+            &self.0.root,
+            path.trim_start_matches('/'),
+            AtFlags::REMOVEDIR,
+        ) {
             Err(Errno::NOENT) => Ok(()),
             other => Ok(other?),
         }
@@ -120,7 +139,12 @@ impl Pinned {
     /// Whether something is mounted at `path`.
     pub(crate) fn is_mounted(&self, path: &str) -> io::Result<bool> {
         let path = path.trim_start_matches('/');
-        match statx(&self.0.root, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::empty()) {
+        match statx(
+            &self.0.root,
+            path,
+            AtFlags::SYMLINK_NOFOLLOW,
+            StatxFlags::empty(),
+        ) {
             Ok(stat) => Ok(stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)),
             Err(Errno::NOENT) => Ok(false),
             Err(error) => Err(error.into()),
@@ -239,7 +263,7 @@ fn lock(run_dir: &Path) -> Result<File> {
 }
 
 fn is_namespace(file: &Path) -> bool {
-    rustix::fs::statfs(file).is_ok_and(|s| s.f_type as i64 == NSFS_MAGIC)
+    rustix::fs::statfs(file).is_ok_and(|s| s.f_type == NSFS_MAGIC)
 }
 
 fn is_mount_root(path: &Path) -> io::Result<bool> {

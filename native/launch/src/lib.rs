@@ -5,6 +5,7 @@
 //! its own. [`assembly`] is the usual order of doing all of it, with everything undone on failure.
 
 pub mod assembly;
+mod backing;
 pub mod cgroup;
 pub mod check;
 pub mod config;
@@ -12,6 +13,7 @@ mod create;
 mod enter;
 pub mod failpoint;
 mod filter;
+mod hierarchy;
 mod init;
 pub mod launcher;
 pub mod layers;
@@ -19,6 +21,7 @@ mod mounting;
 pub mod netns;
 pub mod plan;
 pub mod probe;
+mod run_cgroup;
 mod server;
 pub mod switch;
 mod syscalls;

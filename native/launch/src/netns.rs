@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{sync_channel, Receiver, SyncSender};
+use std::sync::mpsc::{sync_channel, Receiver, RecvTimeoutError, SyncSender};
 use std::sync::Mutex;
 use std::thread;
+use std::time::Duration;
 
 use dsec_sys::{net, process};
 
@@ -12,6 +13,9 @@ use crate::plan::{Code, LaunchError, Result, Step};
 
 /// Namespaces kept ready by default; one costs about 0.2 MB and 0.25 ms to make.
 pub const DEFAULT_SIZE: usize = 32;
+
+/// Making one takes a lock that a busy machine may hold for long.
+const DEADLINE: Duration = Duration::from_secs(10);
 
 /// Capabilities inside do not reach a namespace the initial user namespace owns, so what root inside
 /// expects of them is granted to everyone: low ports and ping sockets.
@@ -45,7 +49,14 @@ impl NetnsPool {
     pub fn take(&self) -> Result<OwnedFd> {
         let ended = || LaunchError::new(Code::Internal, "the network namespace pool ended");
         let ready = self.ready.lock().map_err(|_| ended())?;
-        ready.recv().map_err(|_| ended())?
+        match ready.recv_timeout(DEADLINE) {
+            Ok(made) => made,
+            Err(RecvTimeoutError::Disconnected) => Err(ended()),
+            Err(RecvTimeoutError::Timeout) => {
+                let text = "no network namespace was made in time";
+                Err(LaunchError::new(Code::Deadline, text))
+            }
+        }
     }
 }
 

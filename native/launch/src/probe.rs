@@ -9,14 +9,14 @@ use std::sync::OnceLock;
 
 use dsec_sys::mount;
 
+use crate::backing;
 use crate::config::Config;
-use crate::cgroup;
+use crate::hierarchy::{detect, Hierarchies};
 use crate::layers;
 use crate::mounting::{self, Making};
 use crate::plan::{
     CgroupProbe, ErofsWay, IdmapProbe, LaunchError, OverlayWay, Probe, Result, Step, UpperKind,
 };
-use crate::upper;
 
 static CACHE: OnceLock<Probe> = OnceLock::new();
 
@@ -57,7 +57,9 @@ fn try_all(config: &Config) -> Probe {
     };
     let cgroup = tried.keep("cgroup", cgroups());
     let space = tried.keep("state_dir", Space::new(&config.state_dir));
-    let at = space.as_ref().map_or(config.state_dir.as_path(), |s| s.0.as_path());
+    let at = space
+        .as_ref()
+        .map_or(config.state_dir.as_path(), |s| s.0.as_path());
     let user_ns = tried.keep("userns", user_namespace());
     let mut idmap = IdmapProbe::default();
     let image = at.join("probe.erofs");
@@ -67,22 +69,27 @@ fn try_all(config: &Config) -> Probe {
         (erofs, layer) = erofs_way(&mut tried, &image);
     }
     let maps = |mounted: &OwnedFd| match &user_ns {
-        Some(ns) => {
-            mount::idmap(mounted.as_fd(), ns.as_fd()).step("probe.idmap")
-        }
+        Some(ns) => mount::idmap(mounted.as_fd(), ns.as_fd()).step("probe.idmap"),
         None => Err(LaunchError::unsupported("userns", "no user namespaces")),
     };
     if let Some(layer) = &layer {
         idmap.erofs = tried.keep("idmap.erofs", maps(layer)).is_some();
     }
     let mut uppers = Vec::new();
-    let order = [UpperKind::Prjquota, UpperKind::Btrfs, UpperKind::Ext4, UpperKind::Tmpfs];
+    let order = [
+        UpperKind::Prjquota,
+        UpperKind::Btrfs,
+        UpperKind::Ext4,
+        UpperKind::Tmpfs,
+    ];
     for kind in order {
         let name = format!("upper.{}", kind.name());
-        let Some(mounted) = tried.keep(&name, upper::trial(kind, at)) else {
+        let Some(mounted) = tried.keep(&name, backing::trial(kind, at)) else {
             continue;
         };
-        let mapped = tried.keep(&format!("idmap.{}", kind.name()), maps(&mounted)).is_some();
+        let mapped = tried
+            .keep(&format!("idmap.{}", kind.name()), maps(&mounted))
+            .is_some();
         match kind {
             UpperKind::Btrfs => idmap.btrfs = mapped,
             UpperKind::Ext4 => idmap.ext4 = mapped,
@@ -95,7 +102,10 @@ fn try_all(config: &Config) -> Probe {
     }
     let overlay = layer.and_then(|_| tried.keep("overlay", overlay_way(&image)));
     Probe {
-        kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+        kernel: rustix::system::uname()
+            .release()
+            .to_string_lossy()
+            .into_owned(),
         cgroup: cgroup.unwrap_or(CgroupProbe {
             mode: None,
             controllers: Vec::new(),
@@ -127,7 +137,7 @@ impl Drop for Space {
 }
 
 fn cgroups() -> Result<CgroupProbe> {
-    let (mode, v2, v1) = cgroup::detect()?;
+    let Hierarchies { mode, v2, v1 } = detect()?;
     let controllers = if v1.is_empty() {
         let text = fs::read_to_string(v2.join("cgroup.controllers")).step("probe.cgroup")?;
         text.split_whitespace().map(str::to_owned).collect()
@@ -185,9 +195,14 @@ fn user_namespace() -> Result<OwnedFd> {
 fn map_child(child: &mut std::process::Child) -> Result<OwnedFd> {
     let mut ready = [0u8; 1];
     let mut said = child.stdout.take();
-    let said = said.as_mut().map(|out| std::io::Read::read_exact(out, &mut ready));
+    let said = said
+        .as_mut()
+        .map(|out| std::io::Read::read_exact(out, &mut ready));
     if !matches!(said, Some(Ok(()))) {
-        return Err(LaunchError::unsupported("userns", "a user namespace cannot be made"));
+        return Err(LaunchError::unsupported(
+            "userns",
+            "a user namespace cannot be made",
+        ));
     }
     let pid = child.id();
     for file in ["uid_map", "gid_map"] {
@@ -197,13 +212,17 @@ fn map_child(child: &mut std::process::Child) -> Result<OwnedFd> {
             .step("probe.map")?;
         file.write_all(b"0 65536 65536\n").step("probe.map")?;
     }
-    Ok(File::open(format!("/proc/{pid}/ns/user")).step("probe.userns")?.into())
+    Ok(File::open(format!("/proc/{pid}/ns/user"))
+        .step("probe.userns")?
+        .into())
 }
 
 /// `idle-user-namespace`, for the probe: makes one, says so, ends with its standard input.
 pub fn idle_user_namespace() -> ! {
     let made = dsec_sys::process::unshare(dsec_sys::process::NEW_USER);
-    if made.is_ok() && std::io::stdout().write_all(b".").is_ok() && std::io::stdout().flush().is_ok()
+    if made.is_ok()
+        && std::io::stdout().write_all(b".").is_ok()
+        && std::io::stdout().flush().is_ok()
     {
         let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
     }

@@ -13,6 +13,7 @@ use crate::cgroup::{Cgroups, INIT};
 use crate::create;
 use crate::enter::{self, EnterFds, Entry};
 use crate::filter::{self, Program};
+use crate::init::{self, Hidden};
 use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
@@ -51,7 +52,11 @@ impl CgroupDirs {
 
     /// What a child writes "0" to: first memory, which may be the run's own, then the others.
     fn tasks(&self, memory: &str, sandbox: &str) -> Result<Vec<OwnedFd>> {
-        let file = if switch::off(switch::CGROUP_TASKS) { "cgroup.procs" } else { "tasks" };
+        let file = if switch::off(switch::CGROUP_TASKS) {
+            "cgroup.procs"
+        } else {
+            "tasks"
+        };
         let mut group = memory;
         let mut opened = Vec::with_capacity(self.v1.len());
         for base in &self.v1 {
@@ -78,6 +83,7 @@ pub(crate) struct Server {
     pub own_net: OwnedFd,
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
+    pub hidden: Hidden,
     raised: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
@@ -97,7 +103,10 @@ pub(crate) fn main(arguments: &[String]) -> i32 {
 
 fn start(arguments: &[String]) -> Result<Server> {
     let [run_dir, cgroup] = arguments else {
-        return Err(LaunchError::new(Code::BadRequest, "usage: launcher RUN_DIR CGROUP"));
+        return Err(LaunchError::new(
+            Code::BadRequest,
+            "usage: launcher RUN_DIR CGROUP",
+        ));
     };
     let run_dir = PathBuf::from(run_dir);
     process::set_undumpable().step("launcher.undumpable")?;
@@ -110,7 +119,9 @@ fn start(arguments: &[String]) -> Result<Server> {
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
     let cgroups = CgroupDirs::open(&Cgroups::open(cgroup)?)?;
     // Without CAP_SYS_RESOURCE nothing changes, and nothing has to be undone in runs.
-    let raised = crate::init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
+    let raised = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
+    // The host's /proc and /sys are still visible.
+    let hidden = Hidden::find();
     rustix::process::umask(Mode::empty());
     empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
@@ -126,6 +137,7 @@ fn start(arguments: &[String]) -> Result<Server> {
         own_net,
         own_pid,
         cgroups,
+        hidden,
         raised,
         filters: HashMap::new(),
     })
@@ -199,4 +211,3 @@ impl Server {
         Ok(program)
     }
 }
-

@@ -18,7 +18,13 @@ pub const CGROUP_KILL: &str = "cgroup.kill";
 pub const CGROUP_TASKS: &str = "cgroup.tasks";
 
 /// Every name.
-pub const NAMES: &[&str] = &[EROFS_FILE, OVERLAY_FD, OVERLAY_EACH, CGROUP_KILL, CGROUP_TASKS];
+pub const NAMES: &[&str] = &[
+    EROFS_FILE,
+    OVERLAY_FD,
+    OVERLAY_EACH,
+    CGROUP_KILL,
+    CGROUP_TASKS,
+];
 
 static OFF: OnceLock<String> = OnceLock::new();
 

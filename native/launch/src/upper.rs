@@ -5,30 +5,28 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::{Mutex, OnceLock};
 
-use dsec_sys::{block, btrfs, mount, quota};
+use dsec_sys::{btrfs, mount, quota};
 use rustix::fs::{mkdirat, openat, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::backing::{
+    ext4, format_btrfs, mount_btrfs_image, readable, tmpfs, trial, FIRST_PROJECT, PROJECTS,
+};
 use crate::config::Config;
 use crate::layers::{check_name, Pinned};
-use crate::mounting::{self, attach_at, cstring, Value};
+use crate::mounting::{self, attach_at, cstring};
 use crate::plan::{Code, LaunchError, Result, Step, UpperKind, UpperSpec};
 
-/// btrfs refuses to be smaller than about this.
-const BTRFS_MIN: u64 = 256 << 20;
 /// Share of the free space the shared loop file may grow to.
 const BTRFS_SHARE: (u64, u64) = (9, 10);
-const EXT4_MIN: u64 = 1 << 20;
-/// Project ids of ours start here, above those an administrator is likely to use.
-const FIRST_PROJECT: u32 = 0x4453_0000;
-const PROJECTS: u32 = 1 << 16;
+/// Ids of subvolumes, which are the ids of their quota groups (level 0).
+const FIRST_SUBVOLUME: u64 = 256;
+const LAST_SUBVOLUME: u64 = (1 << 48) - 1;
 const BTRFS_AT: &str = "/upper-btrfs";
 const PROJECT_AT: &str = "/upper-project";
 const MOUNTS_AT: &str = "/uppers";
-const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// A writable part: enough to find and remove it after a restart.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,7 +80,12 @@ impl Uppers {
     /// Kinds that work here, best first; tried once.
     pub fn kinds(&self) -> Vec<UpperKind> {
         let tried = self.kinds.get_or_init(|| {
-            let order = [UpperKind::Prjquota, UpperKind::Btrfs, UpperKind::Ext4, UpperKind::Tmpfs];
+            let order = [
+                UpperKind::Prjquota,
+                UpperKind::Btrfs,
+                UpperKind::Ext4,
+                UpperKind::Tmpfs,
+            ];
             let works = |kind: &UpperKind| trial(*kind, &self.state_dir).is_ok();
             order.into_iter().filter(works).collect()
         });
@@ -106,7 +109,10 @@ impl Uppers {
     pub fn create(&self, id: &str, spec: &UpperSpec) -> Result<Upper> {
         check_name("id", id)?;
         if spec.bytes == 0 {
-            return Err(LaunchError::field("upper.bytes", "upper.bytes must be positive"));
+            return Err(LaunchError::field(
+                "upper.bytes",
+                "upper.bytes must be positive",
+            ));
         }
         let upper = Upper {
             id: id.to_owned(),
@@ -167,35 +173,38 @@ impl Uppers {
         }
     }
 
-    /// Every upper that is there, for recovery; their limits are not read back (0).
+    /// Every upper that is there, also after a reboot; their limits are not read back (0).
     pub fn list(&self) -> Result<Vec<Upper>> {
-        let homes = [
-            (BTRFS_AT, Some(UpperKind::Btrfs)),
-            (PROJECT_AT, Some(UpperKind::Prjquota)),
-            (MOUNTS_AT, None),
-        ];
+        let step = "upper.list";
         let mut found = Vec::new();
-        for (home, kind) in homes {
-            for id in self.pinned.names(home).step("upper.list")? {
-                let kind = match kind {
-                    Some(kind) => kind,
-                    None => self.kind_of_mount(&id)?,
-                };
-                found.push(Upper { id, kind, bytes: 0, inodes: 0 });
+        let mut add = |id: String, kind: UpperKind| {
+            let (bytes, inodes) = (0, 0);
+            found.push(Upper {
+                id,
+                kind,
+                bytes,
+                inodes,
+            });
+        };
+        if self.state_dir.join("upper.btrfs").exists() {
+            self.btrfs_root()?;
+            for id in self.pinned.names(BTRFS_AT).step(step)? {
+                add(id, UpperKind::Btrfs);
             }
         }
-        Ok(found)
-    }
-
-    fn kind_of_mount(&self, id: &str) -> Result<UpperKind> {
-        let tree = self.pinned.open_at(&format!("{MOUNTS_AT}/{id}"), OFlags::PATH);
-        let about = rustix::fs::fstatfs(tree.step("upper.list")?).step("upper.list")?;
-        // A directory whose mount failed is on the namespace's own tmpfs: removing it is the same.
-        if about.f_type as i64 == TMPFS_MAGIC && !self.image(id).exists() {
-            Ok(UpperKind::Tmpfs)
-        } else {
-            Ok(UpperKind::Ext4)
+        let images = directory_names(&self.state_dir.join("upper.ext4")).step(step)?;
+        for id in directory_names(&self.state_dir.join("upper.project")).step(step)? {
+            add(id, UpperKind::Prjquota);
         }
+        for id in self.pinned.names(MOUNTS_AT).step(step)? {
+            if !images.contains(&id) {
+                add(id, UpperKind::Tmpfs);
+            }
+        }
+        for id in images {
+            add(id, UpperKind::Ext4);
+        }
+        Ok(found)
     }
 
     fn image(&self, id: &str) -> PathBuf {
@@ -268,14 +277,48 @@ impl Uppers {
         let mounted = mount_btrfs_image(&image)?;
         btrfs::enable_simple_quota(readable(&mounted)?.as_fd()).step("upper.quota")?;
         self.pinned.mkdir(BTRFS_AT).step("upper.mkdir")?;
+        self.drop_orphans(&readable(&mounted)?)?;
         self.pinned
             .inside(|| attach_at(mounted.as_fd(), BTRFS_AT).step("upper.attach"))
+    }
+
+    /// Quota groups whose subvolume an earlier life removed. Before anybody can make new ones.
+    fn drop_orphans(&self, root: &OwnedFd) -> Result<()> {
+        let step = "upper.groups";
+        let mut living = Vec::new();
+        for entry in rustix::fs::Dir::read_from(root).step(step)? {
+            let entry = entry.step(step)?;
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            if let Ok(inside) = openat(root, entry.file_name(), flags, Mode::empty()) {
+                living.push(btrfs::subvolume_id(inside.as_fd()).step(step)?);
+            }
+        }
+        let mut next = FIRST_SUBVOLUME;
+        while let Some(last) = self.drop_some(root, next, &living)? {
+            next = last + 1;
+        }
+        Ok(())
+    }
+
+    /// One page of groups; returns the last id of it.
+    fn drop_some(&self, root: &OwnedFd, first: u64, living: &[u64]) -> Result<Option<u64>> {
+        let page = btrfs::groups(root.as_fd(), first, LAST_SUBVOLUME).step("upper.groups")?;
+        for (id, _) in &page {
+            if !living.contains(id) {
+                // One that is still being emptied stays for the next time.
+                let _ = btrfs::delete_group(root.as_fd(), *id);
+            }
+        }
+        Ok(page.last().map(|(id, _)| *id))
     }
 
     fn create_btrfs(&self, upper: &Upper) -> Result<()> {
         let root = self.btrfs_root()?;
         let made = btrfs::create_subvolume(root.as_fd(), &name(upper)?);
-        if made.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
+        if made
+            .as_ref()
+            .is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists)
+        {
             return Err(exists(&upper.id));
         }
         made.step("upper.subvolume")?;
@@ -301,7 +344,7 @@ impl Uppers {
     }
 
     /// A group can go when the subvolume's last extent has been freed, which is later. What this
-    /// process does not get to is found by the sweep at the next start of the store.
+    /// process does not get to goes when the store is next mounted.
     fn sweep_groups(&self, root: &OwnedFd, new: u64) {
         let Ok(mut stale) = self.stale.lock() else {
             return;
@@ -392,122 +435,11 @@ fn pair(tree: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// A mount descriptor is O_PATH; ioctls need a real one.
-fn readable(mounted: &OwnedFd) -> Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    openat(mounted, ".", flags, Mode::empty()).step("upper.open")
-}
-
-pub(crate) fn tmpfs(bytes: u64, inodes: u64) -> Result<OwnedFd> {
-    let (bytes, inodes) = (bytes.to_string(), inodes.to_string());
-    let options = [
-        ("size", Value::Text(&bytes)),
-        // 0 is "no limit" for tmpfs too.
-        ("nr_inodes", Value::Text(&inodes)),
-        ("mode", Value::Text("0755")),
-    ];
-    mounting::make("upper.tmpfs", c"tmpfs", &options, mount::NODEV)
-}
-
-fn tool(program: &str, arguments: &[&str], file: &Path) -> Result<()> {
-    let done = Command::new(program)
-        .args(arguments)
-        .arg(file)
-        .stdin(Stdio::null())
-        .output();
-    let done = done.step(program)?;
-    if done.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
-    Err(LaunchError::new(Code::Launch, format!("{program} failed: {said}")).with("step", program))
-}
-
-fn sparse(path: &Path, bytes: u64) -> Result<()> {
-    let file = File::create(path).step("upper.image")?;
-    file.set_len(bytes).step("upper.image")
-}
-
-pub(crate) fn ext4(image: &Path, bytes: u64, inodes: u64) -> Result<OwnedFd> {
-    if bytes < EXT4_MIN {
-        return Err(LaunchError::field("upper.bytes", "ext4 needs at least 1 MiB"));
-    }
-    sparse(image, bytes)?;
-    let count = inodes.to_string();
-    // No journal: after a crash of the host the sandbox is gone anyway. No reserve: the limit is exact.
-    let mut arguments = vec!["-q", "-F", "-O", "^has_journal", "-m", "0"];
-    arguments.extend(["-E", "lazy_itable_init=1,nodiscard,root_owner=0:0"]);
-    if inodes > 0 {
-        arguments.extend(["-N", count.as_str()]);
-    }
-    tool("mkfs.ext4", &arguments, image)?;
-    let file = File::options().read(true).write(true).open(image).step("upper.image")?;
-    let device = block::attach(file.as_fd(), false).step("upper.loop")?;
-    let options = [("source", Value::Text(&device.path))];
-    mounting::make("upper.ext4", c"ext4", &options, mount::NODEV)
-}
-
-pub(crate) fn format_btrfs(image: &Path, bytes: u64) -> Result<()> {
-    if bytes < BTRFS_MIN {
-        let text = format!("the state directory has room for {bytes} bytes only");
-        return Err(LaunchError::new(Code::NoSpace, text));
-    }
-    sparse(image, bytes)?;
-    // One copy of the metadata: it is as lasting as the file it lies in.
-    let arguments = ["-q", "-f", "-K", "-m", "single", "-d", "single"];
-    tool("mkfs.btrfs", &arguments, image)
-}
-
-pub(crate) fn mount_btrfs_image(image: &Path) -> Result<OwnedFd> {
-    let file = File::options().read(true).write(true).open(image).step("upper.image")?;
-    let device = block::attach(file.as_fd(), false).step("upper.loop")?;
-    let options = [
-        ("source", Value::Text(device.path.as_str())),
-        ("discard", Value::Text("async")),
-    ];
-    let attributes = mount::NODEV | libc::MOUNT_ATTR_NOATIME;
-    mounting::make("upper.btrfs", c"btrfs", &options, attributes)
-}
-
-/// A file of ours that goes away with the trial.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(state_dir: &Path, kind: UpperKind) -> Self {
-        let pid = std::process::id();
-        Self(state_dir.join(format!(".trial-{}-{pid}", kind.name())))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
-        let _ = fs::remove_dir(&self.0);
-    }
-}
-
-/// Makes an upper of a kind, without a name anywhere, and hands it out as a detached mount.
-pub(crate) fn trial(kind: UpperKind, state_dir: &Path) -> Result<OwnedFd> {
-    let scratch = Scratch::new(state_dir, kind);
-    match kind {
-        UpperKind::Tmpfs | UpperKind::Auto => tmpfs(EXT4_MIN, 0),
-        UpperKind::Ext4 => ext4(&scratch.0, EXT4_MIN, 0),
-        UpperKind::Btrfs => {
-            format_btrfs(&scratch.0, BTRFS_MIN)?;
-            let mounted = mount_btrfs_image(&scratch.0)?;
-            let root = readable(&mounted)?;
-            btrfs::enable_simple_quota(root.as_fd()).step("upper.quota")?;
-            btrfs::create_subvolume(root.as_fd(), c"trial").step("upper.subvolume")?;
-            Ok(mounted)
-        }
-        UpperKind::Prjquota => {
-            fs::create_dir_all(&scratch.0).step("upper.mkdir")?;
-            let directory: OwnedFd = File::open(&scratch.0).step("upper.open")?.into();
-            let last = FIRST_PROJECT + PROJECTS;
-            quota::set_limits(directory.as_fd(), last, EXT4_MIN, 0).step("upper.limit")?;
-            quota::set_limits(directory.as_fd(), last, 0, 0).step("upper.limit")?;
-            quota::set_project(directory.as_fd(), last).step("upper.project")?;
-            mounting::copy_fd(directory.as_fd()).step("upper.copy")
-        }
-    }
+fn directory_names(at: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(at) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    names.collect()
 }

@@ -58,7 +58,9 @@ fn resolve_in(wanted: &str, passwd: &str, group: &str) -> Result<User> {
         None => (wanted, None),
     };
     let number = id(user);
-    let mut entries = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>());
+    let mut entries = passwd
+        .lines()
+        .map(|line| line.split(':').collect::<Vec<_>>());
     let entry = entries.find(|fields| {
         fields.len() >= 6 && (fields[0] == user || number.is_some() && id(fields[2]) == number)
     });
@@ -77,12 +79,23 @@ fn resolve_in(wanted: &str, passwd: &str, group: &str) -> Result<User> {
             name: None,
             home: "/".to_owned(),
         },
+        // Root needs no file to say so: an image without one still has it.
+        (None, None) if user == "root" => User {
+            uid: 0,
+            gid: 0,
+            groups: Vec::new(),
+            name: Some(user.to_owned()),
+            home: "/root".to_owned(),
+        },
         (None, None) => return Err(no_user(wanted)),
     };
     if let Some(name) = wanted_group {
         found.gid = group_id(name, group).ok_or_else(|| no_user(wanted))?;
     } else if let Some(name) = &found.name {
+        // As initgroups does it: the primary group is one of them.
         found.groups = memberships(name, group);
+        found.groups.retain(|gid| *gid != found.gid);
+        found.groups.insert(0, found.gid);
     }
     Ok(found)
 }
@@ -90,7 +103,9 @@ fn resolve_in(wanted: &str, passwd: &str, group: &str) -> Result<User> {
 fn group_id(wanted: &str, group: &str) -> Option<u32> {
     let named = group.lines().find_map(|line| {
         let mut fields = line.split(':');
-        (fields.next() == Some(wanted)).then(|| fields.nth(1)).flatten()
+        (fields.next() == Some(wanted))
+            .then(|| fields.nth(1))
+            .flatten()
     });
     named.and_then(id).or_else(|| id(wanted))
 }
@@ -120,7 +135,10 @@ mod tests {
     #[test]
     fn names_and_numbers() {
         let ann = resolve_in("ann", PASSWD, GROUP).expect("ann");
-        assert_eq!((ann.uid, ann.gid, ann.groups.as_slice()), (1000, 1001, &[100, 50][..]));
+        assert_eq!(
+            (ann.uid, ann.gid, ann.groups.as_slice()),
+            (1000, 1001, &[1001, 100, 50][..])
+        );
         assert_eq!(resolve_in("1000", PASSWD, GROUP), Ok(ann));
         let both = resolve_in("ann:users", PASSWD, GROUP).expect("ann:users");
         assert_eq!((both.gid, both.groups.len()), (100, 0));
@@ -130,7 +148,16 @@ mod tests {
 
     #[test]
     fn what_is_not_there_or_not_ours_is_no_user() {
-        for bad in ["bob", "", "far", "short", "70000", "ann:nogroup", "-1", "0:70000"] {
+        for bad in [
+            "bob",
+            "",
+            "far",
+            "short",
+            "70000",
+            "ann:nogroup",
+            "-1",
+            "0:70000",
+        ] {
             let error = resolve_in(bad, PASSWD, GROUP).expect_err(bad);
             assert_eq!(error.code, Code::NoUser, "{bad}");
         }

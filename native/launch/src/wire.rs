@@ -44,7 +44,9 @@ pub(crate) enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Reply {
     /// Descriptor: the pidfd. For a create more follows.
-    Cloned { pid: i32 },
+    Cloned {
+        pid: i32,
+    },
     Ready,
     Failed(LaunchError),
 }
@@ -115,7 +117,10 @@ pub(crate) fn receive<T: DeserializeOwned>(
             fds.extend(list);
         }
     }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    if got
+        .flags
+        .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC)
+    {
         return Err(bad("truncated message"));
     }
     if buffer[0] == 0 {
@@ -142,7 +147,9 @@ mod tests {
         for length in [0, 1, INLINE_MAX, INLINE_MAX + 1, 3 << 20] {
             let text = "x".repeat(length);
             send(a.as_fd(), &text, &[a.as_fd(), b.as_fd()]).expect("sent");
-            let (got, fds) = receive::<String>(b.as_fd()).expect("received").expect("one");
+            let (got, fds) = receive::<String>(b.as_fd())
+                .expect("received")
+                .expect("one");
             assert_eq!((got.len(), fds.len()), (length, 2));
         }
         drop(a);

@@ -59,7 +59,10 @@ pub fn attach(file: BorrowedFd<'_>, read_only: bool) -> io::Result<Loop> {
         let number =
             check_int(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as _) })?;
         let path = format!("/dev/loop{number}");
-        let device = OpenOptions::new().read(true).write(!read_only).open(&path)?;
+        let device = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            .open(&path)?;
         match configure(&device, file, read_only) {
             Ok(()) => {
                 return Ok(Loop {
@@ -83,10 +86,9 @@ fn configure(device: &File, file: BorrowedFd<'_>, read_only: bool) -> io::Result
         config.fd = file.as_raw_fd() as u32;
         config.info.flags = flags;
         // SAFETY: a valid structure of the size the command expects.
-        result = check_int(unsafe {
-            libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE as _, &config)
-        })
-        .map(drop);
+        result =
+            check_int(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE as _, &config) })
+                .map(drop);
         match &result {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
             _ => return result,

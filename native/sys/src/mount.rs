@@ -62,10 +62,8 @@ pub fn bind(source: &CStr, target: &CStr) -> io::Result<()> {
 fn change(source: Option<&CStr>, target: &CStr, flags: libc::c_ulong) -> io::Result<()> {
     let source = source.map_or(ptr::null(), CStr::as_ptr);
     // SAFETY: strings are valid; type and data may be null for these operations.
-    check_int(unsafe {
-        libc::mount(source, target.as_ptr(), ptr::null(), flags, ptr::null())
-    })
-    .map(drop)
+    check_int(unsafe { libc::mount(source, target.as_ptr(), ptr::null(), flags, ptr::null()) })
+        .map(drop)
 }
 
 /// Takes a mount away now; it ends when its last user does.

@@ -270,9 +270,9 @@ pub fn get_limit(resource: u32) -> io::Result<(u64, u64)> {
     Ok((limit.rlim_cur, limit.rlim_max))
 }
 
-pub const LIMIT_NOFILE: u32 = libc::RLIMIT_NOFILE as u32;
-pub const LIMIT_CORE: u32 = libc::RLIMIT_CORE as u32;
-pub const LIMIT_STACK: u32 = libc::RLIMIT_STACK as u32;
+pub const LIMIT_NOFILE: u32 = libc::RLIMIT_NOFILE;
+pub const LIMIT_CORE: u32 = libc::RLIMIT_CORE;
+pub const LIMIT_STACK: u32 = libc::RLIMIT_STACK;
 
 /// Restricts this thread to some CPUs.
 pub fn set_affinity(cpus: &[u32]) -> io::Result<()> {

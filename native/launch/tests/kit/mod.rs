@@ -8,14 +8,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use dsec_launch::assembly::{Assembled, Assembly};
 use dsec_launch::cgroup::RunCgroup;
 use dsec_launch::config::Config;
 use dsec_launch::launcher::{read_status, Entered, Launcher, Target};
-use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec};
+use dsec_launch::plan::{
+    LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec,
+};
 use dsec_sys::process;
 use serde_bytes::ByteBuf;
 
@@ -53,32 +55,41 @@ pub struct Node {
     pub config: Config,
     pub assembly: Option<Assembly>,
     pub launcher: Option<Launcher>,
+    calm: OnceLock<Launcher>,
     pub home: PathBuf,
+    _alone: MutexGuard<'static, ()>,
 }
+
+/// One node at a time: an inventory must not count another test's processes.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// A root file system with busybox, once per test process.
 pub fn base_image() -> &'static Path {
     static IMAGE: OnceLock<PathBuf> = OnceLock::new();
     IMAGE.get_or_init(|| {
-        let home = std::env::temp_dir().join(format!("dsec-launch-base-{}", std::process::id()));
-        let root = home.join("root");
-        make_base(&root);
+        let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let own = home.join(format!("base-{}", std::process::id()));
+        make_base(&own.join("root"));
+        erofs(&own.join("root"), &own.join("base.erofs"));
+        // One image stays, whole, also if two processes do this.
         let image = home.join("base.erofs");
-        erofs(&root, &image);
+        fs::rename(own.join("base.erofs"), &image).expect("renamed");
+        fs::remove_dir_all(own).expect("removed");
         image
     })
 }
 
 pub fn make_base(root: &Path) {
-    for directory in ["bin", "etc", "proc", "sys", "dev", "tmp", "root", "home/ann", "usr/bin"] {
+    for directory in [
+        "bin", "etc", "proc", "sys", "dev", "tmp", "root", "home/ann", "usr/bin",
+    ] {
         fs::create_dir_all(root.join(directory)).expect("a directory");
     }
     sh(&format!(
         "cp $(command -v busybox) {0}/bin/busybox && chmod 755 {0}/bin/busybox && \
          for a in $({0}/bin/busybox --list); do \
            [ $a = busybox ] || ln -sf busybox {0}/bin/$a; done; \
-         cp {0}/bin/busybox {0}/usr/bin/suid && chmod 4755 {0}/usr/bin/suid; \
-         ln -s suid {0}/usr/bin/id; chmod 1777 {0}/tmp; chown 1000:1001 {0}/home/ann",
+         cp {BINARY} {0}/usr/bin/suid && chmod 4755 {0}/usr/bin/suid; chmod 1777 {0}/tmp; chown 1000:1001 {0}/home/ann",
         root.display()
     ));
     fs::write(
@@ -86,11 +97,18 @@ pub fn make_base(root: &Path) {
         "root:x:0:0:root:/root:/bin/sh\nann:x:1000:1001::/home/ann:/bin/sh\n",
     )
     .expect("passwd");
-    fs::write(root.join("etc/group"), "root:x:0:\nann:x:1001:\nstaff:x:50:ann\n").expect("group");
+    fs::write(
+        root.join("etc/group"),
+        "root:x:0:\nann:x:1001:\nstaff:x:50:ann\n",
+    )
+    .expect("group");
 }
 
 pub fn sh(script: &str) {
-    let status = Command::new("sh").args(["-ec", script]).status().expect("sh");
+    let status = Command::new("sh")
+        .args(["-ec", script])
+        .status()
+        .expect("sh");
     assert!(status.success(), "{script}");
 }
 
@@ -100,7 +118,11 @@ pub fn erofs(root: &Path, image: &Path) {
         .arg(root)
         .output()
         .expect("mkfs.erofs");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
 }
 
 impl Node {
@@ -110,6 +132,7 @@ impl Node {
 
     /// With variables for the launcher.
     pub fn with_env(env: &[(&str, &str)]) -> Self {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("dsec-launch-{}-{number}", std::process::id());
         let home = std::env::temp_dir().join(&name);
@@ -131,10 +154,15 @@ impl Node {
             config,
             assembly: Some(assembly),
             launcher: Some(launcher),
+            calm: OnceLock::new(),
             home,
+            _alone: alone,
         };
         let base = base_image().to_string_lossy().into_owned();
-        node.assembly().pinned.mount("base", &base).expect("the base");
+        node.assembly()
+            .pinned
+            .mount("base", &base)
+            .expect("the base");
         node
     }
 
@@ -143,7 +171,23 @@ impl Node {
     }
 
     pub fn launcher(&self) -> &Launcher {
-        self.launcher.as_ref().expect("open")
+        let first = self.launcher.as_ref().expect("open");
+        self.calm.get().unwrap_or(first)
+    }
+
+    /// From here on a launcher without the switches of `with_env`: a new process counts anew.
+    pub fn calm_down(&self) {
+        let config = Config {
+            binary: PathBuf::from(BINARY),
+            ..self.config.clone()
+        };
+        self.calm
+            .get_or_init(|| Launcher::spawn(&config).expect("a launcher"));
+    }
+
+    fn launcher_pids(&self) -> Vec<u32> {
+        let all = self.launcher.iter().chain(self.calm.get());
+        all.filter_map(Launcher::pid).collect()
     }
 
     pub fn create(&self, plan: &SandboxPlan) -> Result<Sandbox<'_>> {
@@ -168,7 +212,10 @@ impl Node {
         let image = self.home.join(format!("{digest}.erofs"));
         erofs(&root, &image);
         let path = image.to_string_lossy().into_owned();
-        self.assembly().pinned.mount(digest, &path).expect("a layer");
+        self.assembly()
+            .pinned
+            .mount(digest, &path)
+            .expect("a layer");
     }
 }
 
@@ -186,6 +233,7 @@ fn wrapper(home: &Path, env: &[(&str, &str)]) -> PathBuf {
 impl Drop for Node {
     fn drop(&mut self) {
         self.launcher = None;
+        self.calm.take();
         if let Some(assembly) = self.assembly.take() {
             for upper in assembly.uppers.list().unwrap_or_default() {
                 let _ = assembly.uppers.remove(&upper);
@@ -328,7 +376,9 @@ impl Sandbox<'_> {
         }
         self.made.cgroup.kill().expect("killed");
         let pidfd = self.made.created.init_pidfd.as_fd();
-        process::reap(pidfd, 20_000).expect("reaped").expect("the init ended");
+        process::reap(pidfd, 20_000)
+            .expect("reaped")
+            .expect("the init ended");
         self.node
             .assembly()
             .release(&self.made.cgroup, &self.made.upper, PATIENCE)
@@ -394,4 +444,132 @@ impl Going {
         }
         failed.map_or(Ok(output), Err)
     }
+}
+
+/// What a script prints in the pinned namespace, which has no programs but those of a layer. There is
+/// no /proc either; mounts are read from outside.
+pub fn in_pinned(node: &Node, script: &str) -> String {
+    let busybox = "/layers/base/bin/busybox";
+    let done = Command::new("/usr/bin/nsenter")
+        .arg(format!(
+            "--mount={}",
+            node.config.run_dir.join("ns/mnt").display()
+        ))
+        .args([busybox, "sh", "-ec", script])
+        .env("PATH", "/layers/base/bin")
+        .output()
+        .expect("nsenter");
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+/// Looks at the pinned namespace through a process that is inside for a moment.
+fn with_process_inside<T>(node: &Node, look: impl FnOnce(&Path) -> T) -> T {
+    let ns = node.config.run_dir.join("ns/mnt");
+    let mut child = Command::new("/usr/bin/nsenter")
+        .arg(format!("--mount={}", ns.display()))
+        .args(["/layers/base/bin/busybox", "sh", "-c", "echo; read x"])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("nsenter");
+    let mut byte = [0u8; 1];
+    let mut out = child.stdout.take().expect("a pipe");
+    out.read_exact(&mut byte).expect("it is inside");
+    let seen = look(Path::new(&format!("/proc/{}", child.id())));
+    drop(child.stdin.take());
+    child.wait().expect("ended");
+    seen
+}
+
+/// The root of the pinned namespace, as a path.
+pub fn in_pinned_root<T>(node: &Node, look: impl FnOnce(&Path) -> T) -> T {
+    with_process_inside(node, |process| look(&process.join("root")))
+}
+
+/// Mount points of the pinned namespace.
+fn pinned_mounts(node: &Node) -> Vec<String> {
+    let text = with_process_inside(node, |process| {
+        fs::read_to_string(process.join("mountinfo")).expect("mountinfo")
+    });
+    let point = |line: &str| line.split(' ').nth(4).map(str::to_owned);
+    text.lines().filter_map(point).collect()
+}
+
+/// What exists because of a node: compared before and after.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Inventory {
+    mounts: String,
+    pinned: Vec<String>,
+    cgroups: String,
+    children: usize,
+    uppers: Vec<String>,
+    state: Vec<PathBuf>,
+    loops: usize,
+    descriptors: usize,
+}
+
+impl Inventory {
+    pub fn take(node: &Node) -> Self {
+        let here = std::process::id();
+        let mounts = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+        let ours = mounts
+            .lines()
+            .filter(|l| l.contains(&node.config.cgroup))
+            .collect::<Vec<_>>();
+        let names = |path: &Path| -> Vec<PathBuf> {
+            let all = fs::read_dir(path).into_iter().flatten().flatten();
+            let mut all: Vec<_> = all.map(|entry| entry.path()).collect();
+            all.sort();
+            all
+        };
+        let find = format!(
+            "find /sys/fs/cgroup -type d -path '*{}*' | sort",
+            node.config.cgroup
+        );
+        let output = |script: &str| {
+            let done = Command::new("sh")
+                .args(["-c", script])
+                .output()
+                .expect("sh");
+            String::from_utf8_lossy(&done.stdout).into_owned()
+        };
+        let uppers = node.assembly().uppers.list().expect("uppers");
+        let descriptors = names(Path::new("/proc/self/fd"))
+            .iter()
+            .filter_map(|fd| fs::read_link(fd).ok())
+            // The pool fills itself meanwhile; other tests of the process open sockets and pipes.
+            .filter(|target| target.starts_with(&node.home))
+            .count();
+        Self {
+            mounts: ours.join("\n"),
+            pinned: pinned_mounts(node),
+            cgroups: output(&find),
+            // The launcher may or may not be there, and is no leftover.
+            children: output(&format!("ps -o pid= --ppid {here}"))
+                .lines()
+                .filter_map(|line| line.trim().parse().ok())
+                .filter(|pid: &u32| !node.launcher_pids().contains(pid))
+                .count(),
+            uppers: uppers.into_iter().map(|upper| upper.id).collect(),
+            state: names(&node.config.state_dir),
+            loops: loops(node),
+            descriptors,
+        }
+    }
+}
+
+/// Loop devices over files of a node or of the base image.
+pub fn loops(node: &Node) -> usize {
+    let done = Command::new("losetup").arg("-a").output().expect("losetup");
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    let home = node.home.to_string_lossy();
+    let base = base_image().to_string_lossy();
+    text.lines()
+        .filter(|line| line.contains(&*home) || line.contains(&*base))
+        .count()
 }

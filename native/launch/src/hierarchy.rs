@@ -1,0 +1,204 @@
+//! Where the cgroup hierarchies are, and the small files in them.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use crate::plan::{CgroupMode, LaunchError, Result, Step};
+use crate::switch;
+
+/// Controllers a sandbox needs.
+const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
+/// No file that is read here is longer.
+const FILE_MAX: u64 = 1 << 20;
+
+/// Mount points: v2, and in hybrid mode the v1 ones we use, memory first.
+#[derive(Debug)]
+pub(crate) struct Hierarchies {
+    pub mode: CgroupMode,
+    pub v2: PathBuf,
+    pub v1: Vec<(&'static str, PathBuf)>,
+}
+
+/// Where the hierarchies are mounted: v2, and each v1 one with its options.
+fn mounted(mountinfo: &str) -> (Option<PathBuf>, Vec<(PathBuf, String)>) {
+    let (mut v2, mut v1) = (None, Vec::new());
+    for line in mountinfo.lines() {
+        let Some((left, right)) = line.split_once(" - ") else {
+            continue;
+        };
+        let Some(point) = left.split(' ').nth(4) else {
+            continue;
+        };
+        let mut kind = right.split(' ');
+        match (kind.next(), kind.nth(1)) {
+            (Some("cgroup2"), _) if v2.is_none() => v2 = Some(PathBuf::from(point)),
+            (Some("cgroup"), Some(options)) => v1.push((point.into(), options.to_owned())),
+            _ => {}
+        }
+    }
+    (v2, v1)
+}
+
+/// Finds them, without making anything.
+pub(crate) fn detect() -> Result<Hierarchies> {
+    let mountinfo = fs::read_to_string("/proc/self/mountinfo").step("cgroup.mountinfo")?;
+    let (v2, v1) = mounted(&mountinfo);
+    let v2 = v2.ok_or_else(|| LaunchError::unsupported("cgroup", "no cgroup v2 is mounted"))?;
+    let there = read(&v2.join("cgroup.controllers")).step("cgroup.controllers")?;
+    let has = |name: &str| there.split_whitespace().any(|c| c == name);
+    if CONTROLLERS.iter().all(|name| has(name)) {
+        return Ok(Hierarchies {
+            mode: CgroupMode::V2,
+            v2,
+            v1: Vec::new(),
+        });
+    }
+    let mut found = Vec::new();
+    for name in CONTROLLERS {
+        let mount = v1.iter().find(|(_, o)| o.split(',').any(|c| c == name));
+        let (point, _) = mount.ok_or_else(|| {
+            LaunchError::unsupported("cgroup", format!("no hierarchy has the controller {name}"))
+        })?;
+        found.push((name, point.clone()));
+    }
+    Ok(Hierarchies {
+        mode: CgroupMode::Hybrid,
+        v2,
+        v1: found,
+    })
+}
+
+pub(crate) fn make(at: &Path) -> io::Result<()> {
+    match fs::create_dir(at) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}
+
+pub(crate) fn delegate(at: &Path, controllers: &str) -> Result<()> {
+    write(&at.join("cgroup.subtree_control"), controllers).step("cgroup.subtree_control")
+}
+
+pub(crate) fn write(at: &Path, value: &str) -> io::Result<()> {
+    // Never O_CREAT: a missing file says what the kernel lacks.
+    fs::OpenOptions::new()
+        .write(true)
+        .open(at)?
+        .write_all(value.as_bytes())
+}
+
+pub(crate) fn read(at: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(at)?.take(FILE_MAX).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+pub(crate) fn number(at: &Path) -> u64 {
+    read(at)
+        .ok()
+        .and_then(|t| t.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+/// The value of `name` in lines of the form `name value`.
+pub(crate) fn key(text: &str, name: &str) -> u64 {
+    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+    let found = lines.find(|(key, _)| *key == name);
+    found.and_then(|(_, v)| v.trim().parse().ok()).unwrap_or(0)
+}
+
+pub(crate) fn flag(at: &Path, name: &str) -> io::Result<Option<u64>> {
+    match read(&at.join("cgroup.events")) {
+        Ok(text) => Ok(Some(key(&text, name))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+pub(crate) fn oom_kills(memory: &Path) -> u64 {
+    let v1 = read(&memory.join("memory.oom_control"));
+    let text = v1.or_else(|_| read(&memory.join("memory.events")));
+    key(&text.unwrap_or_default(), "oom_kill")
+}
+
+pub(crate) fn children(at: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(at) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            names.extend(entry.file_name().into_string().ok());
+        }
+    }
+    Ok(names)
+}
+
+pub(crate) fn kill_tree(at: &Path) -> Result<()> {
+    if switch::off(switch::CGROUP_KILL) && at.is_dir() {
+        return kill_frozen(at);
+    }
+    match write(&at.join("cgroup.kill"), "1") {
+        Ok(()) => Ok(()),
+        // Either the group is gone, and so are its processes, or the kernel is older than 5.14.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && at.is_dir() => kill_frozen(at),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(()),
+        Err(error) => Err(LaunchError::step("cgroup.kill", &error)),
+    }
+}
+
+/// Frozen, the tree cannot grow while it is walked; the signals work once it thaws.
+pub(crate) fn kill_frozen(at: &Path) -> Result<()> {
+    write(&at.join("cgroup.freeze"), "1").step("cgroup.freeze")?;
+    let result = kill_each(at).step("cgroup.kill");
+    write(&at.join("cgroup.freeze"), "0").step("cgroup.thaw")?;
+    result
+}
+
+pub(crate) fn kill_each(at: &Path) -> io::Result<()> {
+    for line in read(&at.join("cgroup.procs"))?.lines() {
+        if let Some(pid) = line.parse().ok().and_then(rustix::process::Pid::from_raw) {
+            // It may have died by itself.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    }
+    for child in children(at)? {
+        kill_each(&at.join(child))?;
+    }
+    Ok(())
+}
+
+pub(crate) fn remove_tree(at: &Path) -> io::Result<()> {
+    // Most often nothing but empty leaves is left; the order is children first.
+    for child in children(at)? {
+        remove_tree(&at.join(child))?;
+    }
+    match fs::remove_dir(at) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hierarchies_are_found_by_type_and_option() {
+        let text = "31 23 0:28 / /c rw - tmpfs tmpfs rw\n\
+            35 31 0:32 / /c/memory rw,relatime shared:1 - cgroup cgroup rw,memory\n\
+            41 31 0:38 / /c/unified rw - cgroup2 cgroup2 rw\n";
+        let (v2, v1) = mounted(text);
+        assert_eq!(v2, Some(PathBuf::from("/c/unified")));
+        assert_eq!(v1, [(PathBuf::from("/c/memory"), "rw,memory".to_owned())]);
+    }
+
+    #[test]
+    fn keys_are_matched_whole() {
+        assert_eq!(key("oom 3\noom_kill 2\n", "oom_kill"), 2);
+        assert_eq!(key("oom_kill_disable 0\n", "oom_kill"), 0);
+    }
+}

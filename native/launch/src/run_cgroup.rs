@@ -1,0 +1,112 @@
+//! The cgroup of one run.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use crate::cgroup::SandboxCgroup;
+use crate::hierarchy::{flag, key, kill_tree, number, oom_kills, read};
+use crate::plan::{Code, LaunchError, Result, Step};
+
+/// What a run hit and used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RunUsage {
+    pub user_us: u64,
+    pub system_us: u64,
+    /// 0 without a memory child.
+    pub memory_peak_bytes: u64,
+    /// OOM kills within the run (within the sandbox's own group without a memory child).
+    pub oom_kills: u64,
+    /// Times pids_max refused a fork in the whole sandbox.
+    pub pids_max_events: u64,
+}
+
+/// A leaf for one run. A value, not an owner.
+#[derive(Debug, Clone)]
+pub struct RunCgroup {
+    pub(crate) sandbox: SandboxCgroup,
+    pub(crate) leaf: String,
+    pub(crate) memory: Option<PathBuf>,
+}
+
+impl RunCgroup {
+    fn v2(&self) -> PathBuf {
+        self.sandbox.v2(&self.leaf)
+    }
+
+    /// `ID/payload/run-RUN`, for the launcher.
+    pub(crate) fn path(&self) -> String {
+        format!("{}/{}", self.sandbox.sandbox_id(), self.leaf)
+    }
+
+    /// The group to join in v1's memory hierarchy, below `CG`.
+    pub(crate) fn memory_path(&self) -> String {
+        match (&self.memory, self.leaf.strip_prefix("payload/")) {
+            (Some(_), Some(name)) => format!("{}/{name}", self.sandbox.sandbox_id()),
+            _ => self.sandbox.sandbox_id().to_owned(),
+        }
+    }
+
+    pub(crate) fn sandbox_id(&self) -> &str {
+        self.sandbox.sandbox_id()
+    }
+
+    /// SIGKILL to the whole tree of the run, without waiting.
+    pub fn kill(&self) -> Result<()> {
+        kill_tree(&self.v2())
+    }
+
+    pub fn populated(&self) -> Result<bool> {
+        Ok(flag(&self.v2(), "populated").step("cgroup.events")? == Some(1))
+    }
+
+    /// Number of live processes.
+    pub fn count(&self) -> Result<u64> {
+        let text = read(&self.v2().join("cgroup.procs")).step("cgroup.procs")?;
+        Ok(text.lines().count() as u64)
+    }
+
+    /// `cgroup.events`; EPOLLPRI when it empties.
+    pub fn events(&self) -> Result<OwnedFd> {
+        let file = File::open(self.v2().join("cgroup.events")).step("cgroup.events")?;
+        Ok(file.into())
+    }
+
+    pub fn usage(&self) -> Result<RunUsage> {
+        let cpu = read(&self.v2().join("cpu.stat")).step("cpu.stat")?;
+        let peak = self.memory.as_ref().map_or(0, |at| {
+            let v2 = at.join("memory.peak");
+            if v2.exists() {
+                number(&v2)
+            } else {
+                number(&at.join("memory.max_usage_in_bytes"))
+            }
+        });
+        let home = self
+            .memory
+            .clone()
+            .unwrap_or_else(|| self.sandbox.home("memory"));
+        Ok(RunUsage {
+            user_us: key(&cpu, "user_usec"),
+            system_us: key(&cpu, "system_usec"),
+            memory_peak_bytes: peak,
+            oom_kills: oom_kills(&home),
+            pids_max_events: self.sandbox.pids_max_events(),
+        })
+    }
+
+    /// Removes it; `busy` while a process is in it. Idempotent.
+    pub fn remove(&self) -> Result<()> {
+        for at in self.memory.iter().chain([&self.v2()]) {
+            match fs::remove_dir(at) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                    return Err(LaunchError::new(Code::Busy, "a process of the run lives"))
+                }
+                other => other.step("cgroup.rmdir")?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,233 @@
+//! Uppers, layers, network namespaces, probe: each alone, and that nothing is left.
+
+mod kit;
+
+use std::process::Command;
+use std::thread;
+
+use dsec_launch::failpoint;
+use dsec_launch::layers::Pinned;
+use dsec_launch::plan::{Code, UpperKind};
+use kit::{plan, Inventory, Node, MIB};
+
+/// Bytes that fit into the sandbox's root.
+fn fill(sandbox: &kit::Sandbox<'_>) -> u64 {
+    let script = "dd if=/dev/urandom of=/fill bs=64k 2>/dev/null; stat -c %s /fill";
+    sandbox.sh(script).out.trim().parse().expect("a size")
+}
+
+#[test]
+fn every_upper_is_limited_exactly_and_freed() {
+    require!();
+    let node = Node::new();
+    let kinds = node.assembly().uppers.kinds();
+    println!("kinds here: {kinds:?}");
+    assert!(!kinds.is_empty());
+    for kind in kinds {
+        let bytes = 24 * MIB;
+        for round in 0..2 {
+            let mut wish = plan("a");
+            wish.upper.kind = kind;
+            wish.upper.bytes = bytes;
+            let sandbox = node.create(&wish).expect("created");
+            let got = fill(&sandbox);
+            // ext4 and btrfs keep their own structures within the limit.
+            assert!(
+                got <= bytes && got > bytes / 10 * 8,
+                "{kind:?} round {round}: {got}"
+            );
+            let used = node
+                .assembly()
+                .uppers
+                .usage(&sandbox.made.upper)
+                .expect("usage");
+            assert!(used.bytes <= bytes, "{kind:?}: {used:?}");
+            assert_ne!(
+                sandbox
+                    .sh("head -c 131072 /dev/urandom > /more && sync")
+                    .code,
+                0,
+                "{kind:?} is full"
+            );
+            sandbox.said("rm /fill; sync; echo fine > /after; cat /after");
+            sandbox.stop();
+            assert_eq!(node.assembly().uppers.list().expect("a list"), []);
+        }
+    }
+}
+
+#[test]
+fn inodes_are_limited_where_a_kind_can() {
+    require!();
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.upper.inodes = 50;
+    let sandbox = node.create(&wish).expect("created");
+    let made = sandbox
+        .sh("for i in $(seq 100); do touch /tmp/$i || break; done 2>/dev/null; ls /tmp | wc -l");
+    let made: u32 = made.out.trim().parse().expect("a number");
+    assert!((30..50).contains(&made), "{made}");
+    wish.id = "b".to_owned();
+    wish.upper.kind = UpperKind::Btrfs;
+    let error = node.create(&wish).err().expect("refused");
+    assert_eq!(error.code, Code::Unsupported);
+}
+
+#[test]
+fn layers_are_mounted_once_under_a_race() {
+    require!();
+    let node = Node::new();
+    let path = kit::base_image().to_string_lossy().into_owned();
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let pinned = Pinned::open(&node.config).expect("the namespace");
+                pinned.mount("same", &path).expect("mounted");
+            });
+        }
+    });
+    let pinned = &node.assembly().pinned;
+    assert_eq!(pinned.list().expect("a list").len(), 2);
+    let error = pinned.mount("same", "/elsewhere").expect_err("a conflict");
+    assert_eq!(error.code, Code::Conflict);
+    pinned.unmount("same").expect("unmounted");
+    pinned.unmount("same").expect("idempotent");
+    assert_eq!(pinned.list().expect("a list").len(), 1);
+    let error = pinned.mount("bad", "/etc/passwd").expect_err("no layer");
+    assert!(
+        matches!(error.code, Code::Launch | Code::BadRequest),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn fallbacks_work() {
+    require!();
+    for off in ["overlay.fd", "overlay.fd,overlay.each", "cgroup.tasks"] {
+        let node = Node::with_env(&[("DSEC_NATIVE_DISABLE", off)]);
+        node.layer("top", "echo top > top");
+        let mut wish = plan("a");
+        wish.layers.push("top".to_owned());
+        let sandbox = node.create(&wish).expect("created");
+        assert_eq!(
+            sandbox.said("cat /top; echo x > /y; cat /y"),
+            "top\nx",
+            "{off}"
+        );
+    }
+}
+
+#[test]
+fn the_probe_finds_what_is_used_and_leaves_nothing() {
+    require!();
+    let node = Node::new();
+    let before = Inventory::take(&node);
+    let done = Command::new(kit::BINARY)
+        .arg("probe")
+        .arg(&node.config.run_dir)
+        .arg(&node.config.state_dir)
+        .output()
+        .expect("the probe");
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    println!("{text}");
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
+    for part in ["erofs: Some(", "overlay: Some(", "Tmpfs"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert_eq!(before, Inventory::take(&node));
+}
+
+#[test]
+fn every_failpoint_leaves_nothing() {
+    require!();
+    // Those of a run are passed by a run; "assembly.*" are in this process and have their own test.
+    let names = failpoint::NAMES
+        .iter()
+        .filter(|name| !name.starts_with("assembly."));
+    for name in names {
+        for action in ["error", "kill"] {
+            let node = Node::with_env(&[("DSEC_NATIVE_FAILPOINTS", &format!("{name}:1:{action}"))]);
+            let before = Inventory::take(&node);
+            match node.create(&plan("a")) {
+                Err(error) if name.starts_with("enter.") => panic!("{name}: {error:?}"),
+                Ok(sandbox) if name.starts_with("enter.") => {
+                    let run = sandbox.run_plan(&["/bin/true"]);
+                    match sandbox.finish(&run) {
+                        Ok(output) => assert_eq!(output.code, 137, "{name}:{action}"),
+                        Err(error) => println!("{name}:{action}: {error}"),
+                    }
+                    node.calm_down();
+                    assert_eq!(sandbox.said("echo again"), "again", "{name}:{action}");
+                }
+                Err(error) => println!("{name}:{action}: {error}"),
+                Ok(_) => panic!("{name}:{action} was not passed"),
+            }
+            assert_eq!(before, Inventory::take(&node), "{name}:{action}");
+            node.calm_down();
+            drop(node.create(&plan("a")).expect("again"));
+            assert_eq!(before, Inventory::take(&node), "{name}:{action}");
+        }
+    }
+}
+
+#[test]
+fn a_hanging_create_is_ended_at_its_deadline() {
+    require!();
+    for name in ["create.layers", "create.mapped", "init.staged"] {
+        let node = Node::with_env(&[("DSEC_NATIVE_FAILPOINTS", &format!("{name}:1:hang"))]);
+        let before = Inventory::take(&node);
+        let mut wish = plan("a");
+        wish.deadline_ms = 300;
+        assert_eq!(
+            node.create(&wish).err().expect("a deadline").code,
+            Code::Deadline,
+            "{name}"
+        );
+        assert_eq!(before, Inventory::take(&node), "{name}");
+    }
+}
+
+#[test]
+fn hundreds_of_sandboxes_leave_nothing() {
+    require!();
+    let node = Node::new();
+    drop(node.create(&plan("warm")).expect("created"));
+    let before = Inventory::take(&node);
+    for _ in 0..500 {
+        drop(node.create(&plan("a")).expect("created"));
+    }
+    assert_eq!(before, Inventory::take(&node));
+}
+
+#[test]
+fn quota_groups_of_removed_uppers_go() {
+    require!();
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.upper.kind = UpperKind::Btrfs;
+    wish.upper.bytes = 64 * MIB;
+    let groups = || {
+        kit::in_pinned_root(&node, |root| {
+            let fs = std::fs::File::open(root.join("upper-btrfs")).expect("the store");
+            rustix::fs::fsync(&fs).expect("committed");
+            let all = dsec_sys::btrfs::groups(std::os::fd::AsFd::as_fd(&fs), 256, u64::MAX >> 16);
+            all.expect("groups").len()
+        })
+    };
+    for _ in 0..40 {
+        let sandbox = node.create(&wish).expect("created");
+        sandbox.said("head -c 100000 /dev/urandom > /x");
+        sandbox.stop();
+    }
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(120);
+    while groups() > 5 {
+        assert!(std::time::Instant::now() < end, "{} groups stay", groups());
+        kit::sh("sync");
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        node.create(&wish).expect("created").stop();
+    }
+}
