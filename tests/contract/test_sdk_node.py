@@ -136,8 +136,8 @@ def test_frozen_agent_is_found_out(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.start()
     client = dsec.Client(agent.url)
-    client.transport.timing = replace(client.transport.timing, patience_s=0.3, health_s=0.3)
     sbx = client.create()
+    client.transport.timing = replace(client.transport.timing, patience_s=0.3, health_s=5.0)
     assert agent._process is not None
     timer = threading.Timer(0.3, agent._process.send_signal, (signal.SIGSTOP,))
     timer.start()

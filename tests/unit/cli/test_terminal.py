@@ -6,7 +6,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsec.cli import terminal
@@ -25,6 +25,7 @@ def test_one_line_stays_one_line_without_controls() -> None:
     assert terminal.safe("grüße 日本") == "grüße 日本"
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_nothing_unprintable_gets_through(text: str) -> None:
     shown = terminal.safe(text)
@@ -53,6 +54,7 @@ def test_sequences_cut_anywhere() -> None:
     assert through(*(bytes([byte]) for byte in whole)) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary()))
 def test_any_bytes_are_safe(pieces: list[bytes]) -> None:
     shown = through(*pieces).replace("\n", "").replace("\t", "").replace("\r", "")

@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import dsec
 from dsec.sdk.timing import Timing
 from tests.kit.scripted import Script, Server
 
-QUICK = Timing(
-    connect_s=1.0,
-    patience_s=0.15,
-    health_s=0.3,
-    reask_s=0.6,
-    reconnect_s=3.0,
+# Patient, so that a busy machine changes nothing; only pauses between tries are short.
+PATIENT = Timing(
+    connect_s=60.0,
+    patience_s=60.0,
+    health_s=60.0,
+    reconnect_s=60.0,
     lived_s=60.0,
     backoff_first_s=0.01,
     backoff_max_s=0.05,
-    kill_s=2.0,
+    kill_s=60.0,
 )
+# For tests of silence: it is noticed soon, and what then answers may take its time.
+HASTY = replace(PATIENT, patience_s=0.15, reask_s=0.6)
 
 SANDBOX_ID = "sbx-n1-aaaaaaaaaaaaa"
 INFO = {"id": SANDBOX_ID, "node": "n1", "state": "running", "backend": "container", "spec": {}}
@@ -67,13 +70,13 @@ class Kit:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def client(self, url: str, api_key: str | None = None, timing: Timing = QUICK) -> Any:
+    def client(self, url: str, api_key: str | None = None, timing: Timing = PATIENT) -> Any:
         client = (dsec.Client if self.kind == "sync" else dsec.AsyncClient)(url, api_key)
         client.transport.timing = timing
         return client
 
-    def sandbox(self, url: str) -> Any:
-        client = self.client(url)
+    def sandbox(self, url: str, timing: Timing = PATIENT) -> Any:
+        client = self.client(url, timing=timing)
         return (dsec.Sandbox if self.kind == "sync" else dsec.AsyncSandbox)(client, SANDBOX_ID)
 
     def run(self, body: Any) -> Any:

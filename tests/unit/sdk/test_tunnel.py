@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import dsec
 from dsec.sdk.target import parse
 from dsec.sdk.tunnel import command
 from tests.kit.scripted import Server
-from tests.unit.sdk.conftest import INFO, Kit, get
+from tests.unit.sdk.conftest import INFO, PATIENT, Kit, get
 
 Serve = Callable[..., Server]
 
@@ -64,7 +65,7 @@ def test_ssh_that_hangs_is_ended(kit: Kit, monkeypatch: pytest.MonkeyPatch, tmp_
 
     async def body() -> None:
         with pytest.raises(dsec.NodeUnreachable, match="no tunnel"):
-            await get(kit.client("ssh://host").node())
+            await get(kit.client("ssh://host", timing=replace(PATIENT, connect_s=1.0)).node())
 
     kit.run(body())
     assert not Path(f"/proc/{note.read_text().strip()}").exists()
@@ -116,11 +117,7 @@ def test_through_a_real_sshd(kit: Kit, serve: Serve, sshd: int) -> None:
     url = f"ssh://{getpass.getuser()}@127.0.0.1:{sshd}{server.path}"
 
     async def body() -> None:
-        from msgspec.structs import replace
-
-        from tests.unit.sdk.conftest import QUICK
-
-        client = kit.client(url, timing=replace(QUICK, connect_s=20.0, patience_s=5.0, health_s=5.0, reconnect_s=20.0))
+        client = kit.client(url)
         assert (await get(client.get("x"))).id == INFO["id"]
         # The tunnel breaks: the next call makes another.
         client.transport._tunnel._process.kill()

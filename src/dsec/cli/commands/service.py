@@ -204,11 +204,13 @@ def _terminate(pid: int, run_dir: Path, timeout_s: float) -> None:
 
 def _stop_runtime(run_dir: Path) -> None:
     """End keeper and runtime, which outlive the agent for the sandboxes' sake; there are none now."""
-    if not (run_dir / "runtime.sock").exists():
-        return
     import asyncio
 
+    from dsec.backends.container.keeper import living_keeper
     from dsec.wire.runtime import RuntimeClient
+
+    if living_keeper(run_dir) is None:
+        return
 
     async def stop() -> None:
         runtime = RuntimeClient(run_dir / "runtime.sock")
@@ -223,4 +225,11 @@ def _stop_runtime(run_dir: Path) -> None:
     except DsecError as error:
         note(f"dsec: the runtime goes on: {error}")
         return
+    # It has answered; now it unmounts and ends. Only then may its directories be removed, or another be started.
+    end = time.monotonic() + DOWN_TIMEOUT_S
+    while living_keeper(run_dir) is not None:
+        if time.monotonic() > end:
+            note(f"dsec: the runtime has not ended within {DOWN_TIMEOUT_S:g} s; {run_dir}/runtime.log says why")
+            return
+        time.sleep(_POLL_S)
     print("the runtime has stopped")
