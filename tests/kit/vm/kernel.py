@@ -63,7 +63,7 @@ def _decompress(payload: bytes, root: Path) -> bytes:
         return gzip.decompress(payload[:-4])
     for magic, tool in ((LZ4_LEGACY, "lz4"), (ZSTD, "zstd")):
         if payload.startswith(magic):
-            argv = ["chroot", root, tool, "-dc"]  # the new root has the tools; the host may not
+            argv = ["chroot", str(root), tool, "-dc"]  # the new root has the tools; the host may not
             done = subprocess.run(argv, input=payload[:-4], capture_output=True, check=False)
             if done.returncode != 0:
                 raise KernelError(f"{tool}: {done.stderr.decode(errors='replace').strip()}")
