@@ -108,7 +108,7 @@ class Agent:
             if kind == STDIN:
                 self.feed(program, payload)
             elif kind == SIGNAL:
-                program.proc.send_signal(int(payload))
+                os.killpg(program.proc.pid, int(payload))  # not reaped yet, so the group is its own
 
     # -- programs
 

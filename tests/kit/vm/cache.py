@@ -23,9 +23,12 @@ TEMPORARY = ".tmp-"
 UNUSED_SECONDS = 14 * 24 * 3600
 
 
+def root_dir() -> Path:
+    return Path(os.environ.get("DSEC_CACHE") or DEFAULT_CACHE)
+
+
 def guests_dir() -> Path:
-    root = Path(os.environ.get("DSEC_CACHE") or DEFAULT_CACHE)
-    path = root / "guests"
+    path = root_dir() / "guests"
     path.mkdir(parents=True, exist_ok=True)
     return path
 

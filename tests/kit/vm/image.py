@@ -27,7 +27,7 @@ BUILD_TIMEOUT_S = 900
 
 _PACKAGES = (
     "systemd systemd-sysv kmod apparmor procps iproute2 nftables python3 python3-venv busybox-static "
-    "e2fsprogs btrfs-progs erofs-utils xfsprogs quota psmisc git zstd ca-certificates strace"
+    "e2fsprogs btrfs-progs erofs-utils xfsprogs quota psmisc git zstd lz4 ca-certificates strace"
 )
 PACKAGES = tuple(_PACKAGES.split())
 # Of the project's extras: what a test imports. Checkers and builders stay on the host.

@@ -41,7 +41,7 @@ class KernelError(RuntimeError):
     """A kernel package that does not look as expected."""
 
 
-def extract_elf(bzimage: Path, target: Path) -> None:
+def extract_elf(bzimage: Path, target: Path, root: Path) -> None:
     image = bzimage.read_bytes()
     if image[HEADER_MAGIC : HEADER_MAGIC + 4] != b"HdrS":
         raise KernelError(f"{bzimage} is not a bzImage")
@@ -49,13 +49,13 @@ def extract_elf(bzimage: Path, target: Path) -> None:
     base = (image[SETUP_SECTS] + 1) * 512
     offset, length = (struct.unpack_from("<I", image, at)[0] for at in (PAYLOAD_OFFSET, PAYLOAD_LENGTH))
     payload = image[base + offset : base + offset + length]
-    elf = _decompress(payload)
+    elf = _decompress(payload, root)
     if not elf.startswith(ELF_MAGIC):
         raise KernelError(f"no ELF in the payload of {bzimage}")
     target.write_bytes(elf)
 
 
-def _decompress(payload: bytes) -> bytes:
+def _decompress(payload: bytes, root: Path) -> bytes:
     # The build appends the unpacked size (4 bytes) to the stream; the tools would complain about it.
     if payload.startswith(XZ):
         return lzma.LZMADecompressor().decompress(payload)
@@ -63,7 +63,8 @@ def _decompress(payload: bytes) -> bytes:
         return gzip.decompress(payload[:-4])
     for magic, tool in ((LZ4_LEGACY, "lz4"), (ZSTD, "zstd")):
         if payload.startswith(magic):
-            done = subprocess.run([tool, "-dc"], input=payload[:-4], capture_output=True, check=False)
+            argv = ["chroot", str(root), tool, "-dc"]  # the new root has the tools; the host may not
+            done = subprocess.run(argv, input=payload[:-4], capture_output=True, check=False)
             if done.returncode != 0:
                 raise KernelError(f"{tool}: {done.stderr.decode(errors='replace').strip()}")
             return done.stdout
@@ -153,7 +154,7 @@ def unpack_package(deb: Path, root: Path, boot: Path, work: Path) -> str:
     modules.mkdir(exist_ok=True)
     shutil.move(tree / "lib/modules" / release, modules / release)
     subprocess.run(["chroot", root, "depmod", release], check=True)
-    extract_elf(tree / "boot" / f"vmlinuz-{release}", boot / "vmlinux")
+    extract_elf(tree / "boot" / f"vmlinuz-{release}", boot / "vmlinux", root)
     make_initramfs(root, release, boot / "initramfs")
     shutil.copy(tree / "boot" / f"config-{release}", boot / "config")
     (boot / "release").write_text(release)

@@ -62,6 +62,8 @@ class Guest:
     def mount_payload(self) -> None:
         """The kernel has cached the first blocks of the disk that was there at the snapshot."""
         self._must("blockdev --flushbufs /dev/vdb && mount -t ext4 -o ro,noload /dev/vdb /srv/dsec")
+        # Copied, because a store is written to, and its layers are mounted as files of the disk below.
+        self._must("[ ! -d /srv/dsec/cache ] || cp -r /srv/dsec/cache /var/cache/dsec")
 
     def _must(self, command: str) -> None:
         done = self.run(command)

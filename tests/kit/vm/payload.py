@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kit.vm import cache
 from tests.kit.vm.emulator import find
 from tests.kit.vm.image import REPOSITORY, SITE, BuildError
 from tests.kit.vm.machine import PAYLOAD_BYTES
@@ -24,11 +25,13 @@ from tests.kit.vm.machine import PAYLOAD_BYTES
 TREE = ("src", "tests", "docs", "pyproject.toml", "README.md", "scripts")
 MOUNT = "/srv/dsec"
 BIN = "native/bin"
+CACHED = ("bin", "layers")
 # Byte code goes where it can be written and lasts for the run: compiling is slow under emulation.
 ENVIRONMENT = {
     "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
     "PYTHONPYCACHEPREFIX": "/var/tmp/pycache",
     "DSEC_RUNTIME_BIN": f"{MOUNT}/{BIN}/dsec-runtime",
+    "DSEC_CACHE": "/var/cache/dsec",
     # A guest that cannot run a lane has failed it.
     "DSEC_REQUIRE": "contract,root,security",
     "PATH": f"{MOUNT}/{BIN}:/{SITE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -45,6 +48,14 @@ class NativeTest:
     @property
     def name(self) -> str:
         return f"{self.crate}-{self.target}"
+
+
+def _stage_cache(target: Path) -> None:
+    """What set-up has made and a guest cannot make, without network and compilers: tools and base layers."""
+    for name in CACHED:
+        source = cache.root_dir() / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, symlinks=True)
 
 
 def native_tests() -> list[NativeTest]:
@@ -114,6 +125,7 @@ def _stage(tree: Path, native: bool) -> None:
         shutil.copy2(runtime_binary(), tree / BIN / "dsec-runtime")
         for test in native_tests():
             shutil.copy2(test.executable, tree / BIN / "tests" / test.name)
+    _stage_cache(tree / "cache")
     for path in os.environ.get("DSEC_GUEST_EXTRA", "").split(":"):
         if path:
             (tree / "extra").mkdir(exist_ok=True)
