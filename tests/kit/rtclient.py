@@ -135,18 +135,14 @@ def busybox_image(directory: Path) -> Path:
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\n")
     image = directory / "base.erofs"
-    subprocess.run(
-        ["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    subprocess.run(["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return image
 
 
 class Node:
     """Keeper and runtime in directories of their own."""
 
-    def __init__(
-        self, binary: Path, *, cgroup: str = "dsec-runtime-test", env: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, binary: Path, *, cgroup: str = "dsec-runtime-test", env: dict[str, str] | None = None) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
         self.binary = self.dir / "dsec-runtime"
         shutil.copy2(binary, self.binary)
@@ -187,9 +183,7 @@ class Node:
     def kill_keeper(self) -> None:
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
-        while (
-            Path(f"/proc/{pid}").exists() and "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text()
-        ):
+        while Path(f"/proc/{pid}").exists() and "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text():
             time.sleep(0.01)
 
     def log(self) -> str:

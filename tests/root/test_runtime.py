@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
 BINARY = os.environ.get("DSEC_RUNTIME_BINARY", "")
@@ -82,9 +83,7 @@ def sh(script: str) -> list[str | bytes]:
     return ["sh", "-c", script]
 
 
-def stream(
-    c: Client, number: int, *, ack: bool = True, got: list[bytearray] | None = None
-) -> tuple[Any, Any]:
+def stream(c: Client, number: int, *, ack: bool = True, got: list[bytearray] | None = None) -> tuple[Any, Any]:
     """Follows a run to its end; the bytes of both streams and the result."""
     out = got if got is not None else [bytearray(), bytearray()]
     while True:
@@ -136,9 +135,7 @@ def test_a_program_that_does_not_read_its_input(box: tuple[Client, str]) -> None
 
 
 @pytest.mark.parametrize(("head", "tail"), [(0, 0), (100, 0), (0, 100), (1000, 5000), (1 << 20, 1 << 20)])
-def test_head_and_tail_are_kept_and_the_rest_is_counted(
-    box: tuple[Client, str], head: int, tail: int
-) -> None:
+def test_head_and_tail_are_kept_and_the_rest_is_counted(box: tuple[Client, str], head: int, tail: int) -> None:
     c, s = box
     text = b"".join(b"%d\n" % i for i in range(1, 700_001))
     plan = run_plan(s, "r", ["seq", "700000"], head_bytes=head, tail_bytes=tail)
@@ -226,9 +223,7 @@ def test_a_background_child_keeps_its_pipe(box: tuple[Client, str]) -> None:
 
 def test_a_timeout_kills_the_whole_tree(box: tuple[Client, str]) -> None:
     c, s = box
-    script = (
-        "trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM; while :; do sleep 1; done' & wait; sleep 100"
-    )
+    script = "trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM; while :; do sleep 1; done' & wait; sleep 100"
     r = c.call("run.start", **run_plan(s, "r", sh(script), timeout_ms=500))
     assert (r["signal"], r["cause"]) == (9, "timeout")
     deadline = time.monotonic() + 10
@@ -387,9 +382,7 @@ def test_a_client_that_does_not_read_hurts_only_itself(box: tuple[Client, str], 
     c, s = box
     deaf = shared.client()
     for i in range(20):
-        deaf.send(
-            "run.start", run_plan(s, f"d{i}", ["seq", "400000"], head_bytes=1 << 20, tail_bytes=1 << 20)
-        )
+        deaf.send("run.start", run_plan(s, f"d{i}", ["seq", "400000"], head_bytes=1 << 20, tail_bytes=1 << 20))
     for i in range(20):
         assert c.call("run.attach", sandbox=s, run=f"d{i}")["exit_code"] == 0
     assert c.call("run.start", **run_plan(s, "r", ["true"]))["exit_code"] == 0
@@ -502,11 +495,7 @@ def _checked_runs(node: Node, worker: int, failures: list[str]) -> None:
 
 
 def _pattern(seed: int, size: int) -> bytes:
-    out = (
-        subprocess.run(["seq", str(seed), "100000000"], stdout=subprocess.PIPE, check=False)
-        if size < 0
-        else None
-    )
+    out = subprocess.run(["seq", str(seed), "100000000"], stdout=subprocess.PIPE, check=False) if size < 0 else None
     assert out is None
     text = bytearray()
     while len(text) < size:
@@ -558,8 +547,7 @@ def test_an_upgrade_under_load(node: Node) -> None:
         create(c, "a")
         first = c.hello
         numbers = {
-            c.send("run.start", run_plan("a", f"r{i}", sh(f"sleep 0.5; echo {i}; exit {i}"))): i
-            for i in range(40)
+            c.send("run.start", run_plan("a", f"r{i}", sh(f"sleep 0.5; echo {i}; exit {i}"))): i for i in range(40)
         }
         started = 0
         while started < len(numbers):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.kit.vm import agent
 from tests.kit.vm.channel import Channel, GuestError, GuestTimeout
 

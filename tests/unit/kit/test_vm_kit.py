@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.kit.vm import image, kernel, lanes
 
 ELF = kernel.ELF_MAGIC + b"a kernel" * 100

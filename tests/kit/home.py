@@ -1,0 +1,65 @@
+"""A machine of a test's own with the base layer, on which the dsec command has started a node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dsec
+from dsec.backends.container import Place
+from tests.kit.lanes import runtime_binary
+from tests.kit.runtime import own_place
+
+COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
+BASE = "debian:12"
+
+
+class Home:
+    """A machine of the test's own, in which the dsec command is used."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.env = {
+            **os.environ,
+            "DSEC_URL": "",
+            "DSEC_RUN_DIR": str(place.run_dir),
+            "DSEC_STATE_DIR": str(place.state_dir),
+            "DSEC_CGROUP": place.cgroup,
+            "DSEC_NODE": "t",
+            "DSEC_RUNTIME_BIN": str(runtime_binary()),
+        }
+
+    def dsec(self, *args: str, stdin: bytes = b"", code: int | None = 0) -> bytes:
+        """What the command prints; its exit code must be the given one."""
+        done = subprocess.run([*COMMAND, *args], env=self.env, input=stdin, capture_output=True, check=False)
+        assert code is None or done.returncode == code, (args, done)
+        return done.stdout
+
+    def agent(self) -> int:
+        """The agent's pid."""
+        return int((self.place.run_dir / "agent.pid").read_text())
+
+    def client(self) -> dsec.Client:
+        """A client of it."""
+        return dsec.Client(f"unix://{self.place.run_dir}/api.sock")
+
+
+@contextlib.contextmanager
+def standing() -> Iterator[Home]:
+    """A node that is up; afterwards everything of it is gone."""
+    cache = Path(os.environ.get("DSEC_CACHE") or "/var/cache/dsec")
+    if not (cache / "layers" / "catalog.sqlite").exists():
+        pytest.skip(f"no layer {BASE} in {cache} (scripts/setup makes it)")
+    with own_place() as place:
+        made = Home(place)
+        line = ["-m", "dsec.images", "--store", str(place.state_dir), "import", f"store:{cache}#{BASE}", BASE]
+        subprocess.run([sys.executable, *line], check=True, stdout=subprocess.DEVNULL)
+        made.dsec("up")
+        yield made
+        made.dsec("down", "--stop-all", code=None)
