@@ -442,6 +442,35 @@ def test_stop_with_grace_lets_programs_end(node: Node) -> None:
         assert (r["exit_code"], bytes(out[0])) == (3, b"on\nbye\n")
 
 
+def frozen_file(node: Node, sandbox: str) -> Path:
+    for base in (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")):
+        if (base / "cgroup.procs").exists():
+            payload = base / node.cgroup / sandbox / "payload"
+            return (payload if payload.exists() else payload.parent) / "cgroup.freeze"
+    raise AssertionError("no cgroup v2")
+
+
+def test_a_frozen_sandbox_stops_nobody_else(node: Node) -> None:
+    with node.client() as c, node.client() as other:
+        create(c, "cold")
+        create(c, "warm")
+        frozen_file(node, "cold").write_text("1")
+        waiting = other.send("run.start", run_plan("cold", "r", ["true"]))
+        late = other.send("run.start", run_plan("cold", "late", ["true"], timeout_ms=300))
+        for i in range(20):
+            assert c.call("run.start", **run_plan("warm", f"r{i}", ["true"]))["exit_code"] == 0
+        answer = other.recv()
+        assert answer["id"] == late
+        # It may have been killed before its program was started, or after.
+        assert "err" in answer or answer["ok"]["cause"] == "timeout"
+        frozen_file(node, "cold").write_text("0")
+        while "ev" in (answer := other.recv()):
+            pass
+        assert (answer["id"], answer["ok"]["exit_code"]) == (waiting, 0)
+        frozen_file(node, "cold").write_text("1")
+        assert c.call("sandbox.stop", id="cold")["state"] == "ended"
+
+
 def test_a_dead_init_ends_the_sandbox(node: Node) -> None:
     with node.client() as c, node.client() as sub:
         number = sub.send("subscribe", {})
