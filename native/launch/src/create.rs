@@ -1,8 +1,9 @@
 //! The launcher's side of making a container: everything that needs the initial user namespace.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::slice;
 
 use dsec_sys::cred;
 use dsec_sys::mount::{self, NODEV, NOEXEC, NOSUID, RDONLY};
@@ -57,8 +58,13 @@ pub(crate) fn create(
     failpoint::at("create.cloned")?;
     let user_ns = map_ids(pid, uid_base)?;
     failpoint::at("create.mapped")?;
-    for copy in lowers.iter().chain([&upper]) {
-        mount::idmap(copy.as_fd(), user_ns.as_fd()).step("create.idmap")?;
+    for (copies, what) in [
+        (&lowers[..], "idmap.erofs"),
+        (slice::from_ref(&upper), "idmap.upper"),
+    ] {
+        for copy in copies {
+            mount::idmap(copy.as_fd(), user_ns.as_fd()).map_err(|error| no_idmap(what, &error))?;
+        }
     }
     failpoint::at("create.idmapped")?;
     cred::set_fs_ids(uid_base, uid_base).step("create.fs_ids")?;
@@ -77,12 +83,20 @@ pub(crate) fn create(
     }
 }
 
+/// EINVAL is how a file system that cannot be idmapped says so (tmpfs before 6.3).
+fn no_idmap(what: &str, error: &io::Error) -> LaunchError {
+    if error.raw_os_error() == Some(libc::EINVAL) {
+        return LaunchError::unsupported(what, "this file system cannot be idmapped here");
+    }
+    LaunchError::step("create.idmap", error)
+}
+
 /// Detached copies of the layers and the upper. Their sources must be in the caller's mount
 /// namespace; this is the only time the launcher is in the pinned one.
 fn copies(server: &Server, plan: &SandboxPlan, upper: &str) -> Result<(Vec<OwnedFd>, OwnedFd)> {
     process::setns(server.pinned.as_fd(), process::NEW_NS).step("create.setns_pinned")?;
     let take = |path: &str, what: &str| match mounting::copy(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
             Err(LaunchError::new(Code::NotFound, format!("{what} is not there")).with("what", what))
         }
         other => other.step("create.open_tree"),
@@ -262,20 +276,24 @@ pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Own
         paths.push(put(lower, format!("/s/{index}"))?);
     }
     let upper = put(upper, "/s/u".to_owned())?;
-    let making = Making::start("create.overlay", c"overlay")?;
-    let mut each = !switch::off(switch::OVERLAY_EACH);
-    for (index, path) in paths.iter().enumerate() {
-        if !each {
-            break;
-        }
-        match making.try_set("lowerdir+", Value::Text(path)) {
-            // Before 6.5 there is only the list, of at most 255 bytes.
-            Err(_) if index == 0 => each = false,
-            other => other.step(step)?,
+    if !switch::off(switch::OVERLAY_EACH) {
+        // A kernel before 6.5 may refuse only when all options are there.
+        if let Ok(made) = overlay_of(&paths, &upper, true) {
+            return Ok(made);
         }
     }
-    if !each {
-        making.set("lowerdir", Value::Text(&paths.join(":")))?;
+    overlay_of(&paths, &upper, false)
+}
+
+/// Layers named one by one, or all in one option of at most 255 bytes.
+fn overlay_of(lowers: &[String], upper: &str, each: bool) -> Result<OwnedFd> {
+    let making = Making::start("create.overlay", c"overlay")?;
+    if each {
+        for lower in lowers {
+            making.set("lowerdir+", Value::Text(lower))?;
+        }
+    } else {
+        making.set("lowerdir", Value::Text(&lowers.join(":")))?;
     }
     making.set("upperdir", Value::Text(&format!("{upper}/upper")))?;
     making.set("workdir", Value::Text(&format!("{upper}/work")))?;

@@ -344,3 +344,51 @@ fn a_missing_layer_is_not_found() {
     node.create(&plan("a"))
         .expect("nothing of the failed one is left");
 }
+
+#[test]
+fn network_and_resources() {
+    require!();
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.cpus = vec![0];
+    wish.cpu_milli = 500;
+    wish.nofile = 99;
+    let sandbox = node.create(&wish).expect("created");
+    let said = sandbox.said("ulimit -n; ulimit -c; nproc; umask");
+    assert_eq!(said, "99\n0\n1\n0022");
+    // Low ports belong to everybody inside; the interfaces to nobody.
+    let talk = "echo hello | nc -l -p 80 & sleep 0.3; nc 127.0.0.1 80 < /dev/null; wait";
+    let mut run = sandbox.run_plan(&["/bin/sh", "-c", talk]);
+    run.user = "ann".to_owned();
+    assert_eq!(sandbox.finish(&run).expect("a run").out, "hello\n");
+    assert_ne!(sandbox.sh("ip link set lo down").code, 0);
+    assert_ne!(sandbox.sh("ip addr add 10.0.0.1/8 dev lo").code, 0);
+    assert_ne!(sandbox.sh("ping -c 1 -w 1 10.9.9.9").code, 0);
+    let usage = node
+        .assembly()
+        .usage(&sandbox.made.cgroup, &sandbox.made.upper)
+        .expect("usage");
+    assert!(
+        usage.memory_bytes > 0 && usage.cpu_us > 0 && usage.pids > 0,
+        "{usage:?}"
+    );
+}
+
+#[test]
+fn the_end_of_the_init_ends_the_runs() {
+    require!();
+    let node = Node::new();
+    let sandbox = node.create(&plan("a")).expect("created");
+    let going = sandbox
+        .start(&sandbox.run_plan(&["/bin/sleep", "100"]))
+        .expect("started");
+    assert_eq!(going.status(), None);
+    let init = std::os::fd::AsFd::as_fd(&sandbox.made.created.init_pidfd);
+    dsec_sys::process::signal(init, libc::SIGKILL).expect("killed from outside");
+    assert_eq!(going.code(), 137);
+    let refused = sandbox
+        .start(&sandbox.run_plan(&["/bin/true"]))
+        .err()
+        .expect("refused");
+    assert_eq!(refused.code, Code::Gone);
+}
