@@ -6,10 +6,12 @@ what is asked here does not depend on what contains a run.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -41,7 +43,9 @@ WINDOW = 1 << 20
 
 @functools.cache
 def image() -> Path:
-    return busybox_image(Path(tempfile.mkdtemp(prefix="runtime-image-")))
+    home = Path(tempfile.mkdtemp(prefix="runtime-image-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return busybox_image(home)
 
 
 def make_node(**kwargs: Any) -> Node:
@@ -433,6 +437,36 @@ def test_stop_with_grace_lets_programs_end(node: Node) -> None:
             other.call("sandbox.stop", id="a", grace_ms=20_000)
         out, r = stream(c, n, ack=False, got=[bytearray(b"on\n"), bytearray()])
         assert (r["exit_code"], bytes(out[0])) == (3, b"on\nbye\n")
+
+
+def frozen_file(node: Node, sandbox: str) -> Path:
+    for base in (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")):
+        if (base / "cgroup.procs").exists():
+            payload = base / node.cgroup / sandbox / "payload"
+            return (payload if payload.exists() else payload.parent) / "cgroup.freeze"
+    raise AssertionError("no cgroup v2")
+
+
+def test_a_frozen_sandbox_stops_nobody_else(node: Node) -> None:
+    with node.client() as c, node.client() as other:
+        create(c, "cold")
+        create(c, "warm")
+        frozen_file(node, "cold").write_text("1")
+        waiting = other.send("run.start", run_plan("cold", "r", ["true"]))
+        late = other.send("run.start", run_plan("cold", "late", ["true"], timeout_ms=300))
+        for i in range(20):
+            assert c.call("run.start", **run_plan("warm", f"r{i}", ["true"]))["exit_code"] == 0
+        while "ev" in (answer := other.recv()):
+            pass
+        assert answer["id"] == late
+        # It may have been killed before its program was started, or after.
+        assert "err" in answer or answer["ok"]["cause"] == "timeout"
+        frozen_file(node, "cold").write_text("0")
+        while "ev" in (answer := other.recv()):
+            pass
+        assert (answer["id"], answer["ok"]["exit_code"]) == (waiting, 0)
+        frozen_file(node, "cold").write_text("1")
+        assert c.call("sandbox.stop", id="cold")["state"] == "ended"
 
 
 def test_a_dead_init_ends_the_sandbox(node: Node) -> None:

@@ -154,7 +154,9 @@ impl Backend for Real {
     }
 
     fn close(&self) -> Result<()> {
-        self.shared.assembly.pinned.clone().close()
+        self.shared.assembly.pinned.clone().close()?;
+        self.shared.assembly.cgroups.remove_base();
+        Ok(())
     }
 }
 

@@ -1,0 +1,66 @@
+"""Every failpoint of the runtime, as an error and as a death: nothing is invented, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.root.test_runtime import BINARY, create, make_node, sh
+from tests.root.test_runtime import pytestmark as needs
+
+pytestmark = needs
+
+#: A sandbox or a run may fail this often before the failpoint is switched off.
+TRIES = 3
+
+
+def failpoints() -> list[str]:
+    if not BINARY:
+        return ["none"]
+    out = subprocess.run([BINARY, "failpoints"], stdout=subprocess.PIPE, check=True, text=True).stdout
+    return [name for name in out.split() if name.startswith(("sandbox.", "run."))]
+
+
+def tolerant(node: Node, step: Callable[[Client], Any]) -> Any:
+    """Tries a step a few times; whatever it answers is an answer of the protocol or a lost connection."""
+    for _ in range(TRIES):
+        with contextlib.suppress(ConnectionError, BrokenPipeError, RuntimeFault), node.client() as c:
+            return step(c)
+    return None
+
+
+def leftovers(node: Node) -> list[str]:
+    """Cgroups of sandboxes, and marks of runs, that are still there."""
+    found = [str(p) for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
+    found += [str(p) for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
+    return found + [str(p) for p in (node.run_dir / "runs").glob("*")]
+
+
+@pytest.mark.parametrize("action", ["error", "kill"])
+@pytest.mark.parametrize("name", failpoints())
+def test_nothing_is_left_and_nothing_is_invented(name: str, action: str) -> None:
+    node = make_node(env={"DSEC_NATIVE_FAILPOINTS": f"{name}:1:{action}"})
+    try:
+        plan = run_plan("a", "r", sh("echo out; exit 7"))
+        tolerant(node, lambda c: create(c, "a"))
+        seen = tolerant(node, lambda c: c.call("run.start", **plan))
+        tolerant(node, lambda c: c.call("sandbox.stop", id="a"))
+        if seen is not None:
+            assert (seen["exit_code"], seen["streams"][0]["head"]) == (7, b"out\n")
+        node.kill_keeper()
+        node.env.pop("DSEC_NATIVE_FAILPOINTS")
+        node.start()
+        with node.client() as c:
+            create(c, "b")
+            r = c.call("run.start", **(plan | {"sandbox": "b"}))
+            assert (r["exit_code"], r["streams"][0]["head"]) == (7, b"out\n")
+            for s in c.call("sandbox.list")["sandboxes"]:
+                assert c.call("sandbox.stop", id=s["id"])["state"] == "ended"
+        assert leftovers(node) == []
+    finally:
+        node.stop()
