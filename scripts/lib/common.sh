@@ -33,12 +33,13 @@ step() {
 
 need_root() { [ "$(id -u)" = 0 ] || die "$(basename "$0") must run as root (it installs packages and makes sandboxes)"; }
 
-# One set-up at a time for the clone; the lock ends with the process, however it ends.
+# lock NAME: one at a time, by a file in the cache; ends with the process, however that ends, or with `unlock`.
 lock() {
-  mkdir -p "$CACHE"
-  exec 9>"$CACHE/lock"
-  flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
+  mkdir -p "$CACHE/locks"
+  exec 9>"$CACHE/locks/$1"
+  flock -n 9 || { say "  waiting for another set-up ($1)"; flock 9; }
 }
+unlock() { exec 9>&-; }
 
 os_id() { (. /etc/os-release && printf '%s-%s' "$ID" "${VERSION_ID:-}"); }
 
