@@ -126,8 +126,7 @@ def test_it_installs_and_runs_on_a_bare_debian(bare: Path, wheel: Path, wheelhou
         shutil.copy(path, bare / "wheels")
     inside(bare, "python3 -m venv /opt/dsec; /opt/dsec/bin/pip install -q --no-index --find-links /wheels 'dsec[node]'")
     assert inside(bare, "/opt/dsec/bin/dsec --version").startswith("dsec ")
-    if Path(ROOT, "src/dsec/node/serve.py").exists():
-        node = "/opt/dsec/bin/dsec {} --run-dir /run/dsec-wheel --state-dir /var/lib/dsec-wheel"
-        up = node.format("up") + " -- --cgroup dsec-wheel-$$"
-        said = inside(bare, f"{up}; {node.format('down')} --stop-all")
-        assert "is up" in said and "has stopped" in said
+    node = "/opt/dsec/bin/dsec {} --run-dir /run/dsec-wheel --state-dir /var/lib/dsec-wheel"
+    up = node.format("up") + " -- --cgroup dsec-wheel-$$"
+    said = inside(bare, f"{up}; {node.format('down')} --stop-all")
+    assert "is up" in said and "has stopped" in said
