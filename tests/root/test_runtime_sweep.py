@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
 from tests.root.test_runtime import BINARY, create, make_node, sh
 from tests.root.test_runtime import pytestmark as needs

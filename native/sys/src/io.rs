@@ -321,8 +321,9 @@ mod tests {
     }
 
     #[test]
+    // The handle is dropped without a wait on purpose: the wait below is what is tested.
+    #[allow(clippy::zombie_processes)]
     fn ending_is_seen_twice_and_reaped_once() {
-        // The handle is dropped unwaited on purpose: the wait below is what is tested.
         let child = std::process::Command::new("/bin/sh")
             .args(["-c", "exit 7"])
             .spawn()

@@ -13,7 +13,6 @@ pub mod process;
 pub mod quota;
 pub mod seccomp;
 
-
 /// Turns the -1/errno convention into a `Result`.
 pub(crate) fn check(result: libc::c_long) -> std::io::Result<libc::c_long> {
     if result < 0 {

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import dsec
+from dsec.model import limits
 from tests.kit.scripted import Request, Server, Wire
 from tests.unit.sdk.conftest import HASTY, INFO, PATIENT, Kit, get, result
 
@@ -301,7 +302,7 @@ def test_a_server_that_does_not_read_is_found_out(kit: Kit, serve: Serve) -> Non
     async def body() -> None:
         sbx = kit.sandbox(server.url, replace(HASTY, health_s=0.3))
         with pytest.raises(dsec.NodeUnreachable):
-            await get(sbx.run("cat", stdin=b"x" * (8 << 20)))
+            await get(sbx.run("cat", stdin=b"x" * limits.STDIN_MAX_BYTES))
 
     kit.run(body())
     listener.close()
