@@ -152,7 +152,9 @@ def _debootstrap(root: Path, scratch: Path) -> None:
     hook.chmod(0o755)
     sources = [f"deb {MIRROR} {suite} main" for suite in (SUITE, f"{SUITE}-updates", f"{SUITE}-backports")]
     _run(
-        "mmdebstrap", "--variant=minbase", "--mode=auto", f"--include={','.join(PACKAGES)}",
+        # In a mount namespace of its own: what it mounts is gone with it, however it ends. Else the next
+        # builder, removing what an interrupted one left, would remove through a mounted /dev and /sys.
+        "unshare", "--mount", "--", "mmdebstrap", "--variant=minbase", "--mode=auto", f"--include={','.join(PACKAGES)}",
         "--aptopt=Acquire::Retries 3", "--aptopt=APT::Install-Recommends false",
         "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*",
         "--dpkgopt=path-exclude=/usr/share/locale/*", f"--customize-hook={hook} \"$1\"",

@@ -113,17 +113,18 @@ def command(
 
 
 class Qemu:
-    """One running QEMU. It ends with `stop`, and with this process (its pid is in `work/pid`)."""
+    """One running QEMU. It ends with `stop`, and with the thread that started it, however that ends."""
 
     def __init__(self, argv: Sequence[str], work: Path) -> None:
         self.work = work
-        drop: dict[str, Any] = {}
+        # By setpriv: the signal has to be asked for after the ids were changed, which takes it back.
+        wrapper = ["setpriv", "--pdeathsig", "KILL"]
         if os.geteuid() == 0:
-            drop = {"user": NOBODY, "group": NOBODY, "extra_groups": [NOBODY] if "kvm" not in argv else []}
-        give(work)
+            wrapper += ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
+            give(work)
         self._log = (work / "qemu.log").open("wb")
         self.process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, cwd=work, umask=0o077, **drop
+            [*wrapper, "--", *argv], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, cwd=work, umask=0o077
         )
         (work / "pid").write_text(f"{self.process.pid}\n")
         try:
