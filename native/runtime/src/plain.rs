@@ -177,19 +177,19 @@ impl Place for PlainPlace {
         Ok(fs::metadata(&self.dir).step("plain.stat")?.ino())
     }
 
-    fn create_run(&self, run: &str, _memory: bool) -> Result<Arc<dyn Leaf>> {
-        let dir = self.dir.join(format!("run-{run}"));
+    fn create_leaf(&self, leaf: &str, _memory: bool) -> Result<Arc<dyn Leaf>> {
+        let dir = self.dir.join(format!("run-{leaf}"));
         fs::create_dir_all(&dir).step("plain.cgroup")?;
         Ok(Arc::new(PlainLeaf { dir }))
     }
 
-    fn find_run(&self, run: &str) -> Option<Arc<dyn Leaf>> {
-        let dir = self.dir.join(format!("run-{run}"));
+    fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>> {
+        let dir = self.dir.join(format!("run-{leaf}"));
         dir.exists()
             .then(|| -> Arc<dyn Leaf> { Arc::new(PlainLeaf { dir }) })
     }
 
-    fn runs(&self) -> Result<Vec<String>> {
+    fn leaves(&self) -> Result<Vec<String>> {
         let all = directories(&self.dir);
         Ok(all
             .iter()
@@ -268,6 +268,14 @@ impl Leaf for PlainLeaf {
 
     fn usage(&self) -> Result<RunUsage> {
         Ok(RunUsage::default())
+    }
+
+    fn pids_max_events(&self) -> u64 {
+        0
+    }
+
+    fn renew(&self, _used: &RunUsage) -> bool {
+        true
     }
 
     fn remove(&self) -> Result<()> {

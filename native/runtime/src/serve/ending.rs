@@ -2,12 +2,14 @@
 
 use std::os::fd::AsFd;
 
+use dsec_launch::cgroup::RunUsage;
 use dsec_launch::plan::Code;
 use dsec_launch::LaunchError;
 use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
 
-use super::run::{self, Outcome, Run};
+use super::run::{self, FreeLeaf, Outcome, Run};
+use super::sandbox::Phase;
 use super::{Server, Token};
 use crate::kproto::{Fallen, Put};
 use crate::proto::{Cause, Nothing, ResultUsage, RunResult};
@@ -17,6 +19,8 @@ use crate::{fail, info, util, warning};
 const MAX_KEPT: usize = 256;
 /// A pipe holds this much (16 pages); what is in it when the process ends belongs to the result.
 const LAST_BYTES: usize = 64 << 10;
+/// Empty cgroups of a sandbox that are kept for its next runs.
+const MAX_FREE_LEAVES: usize = 8;
 
 impl Server {
     /// Our own child ended.
@@ -76,7 +80,10 @@ impl Server {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
-        let outcome = run.outcome(&ending);
+        let used = run.leaf.as_ref().and_then(|l| l.usage().ok());
+        let left = run.leaf.as_ref().and_then(|l| l.count().ok());
+        let outcome = run.outcome(&ending, used, left.unwrap_or(0));
+        run.spent = used.filter(|_| left == Some(0));
         run.meta.outcome = Some(outcome);
         self.keep_outcome(index);
         fail::pass("run.put_outcome");
@@ -145,8 +152,10 @@ impl Server {
             return;
         };
         let Some(leaf) = run.leaf.clone() else { return };
-        if leaf.remove().is_ok() {
-            run.leaf = None;
+        if self.use_again(index) || leaf.remove().is_ok() {
+            if let Some(run) = self.runs.get_mut(&index) {
+                run.leaf = None;
+            }
             return;
         }
         match leaf.events() {
@@ -163,6 +172,32 @@ impl Server {
             }
             Err(e) => info!("run.events", error = e),
         }
+    }
+
+    /// Keeps the cgroup of an ended run for the next one, if nothing is left in it.
+    fn use_again(&mut self, index: u64) -> bool {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return false;
+        };
+        let (Some(leaf), Some(used)) = (run.leaf.clone(), run.spent.take()) else {
+            return false;
+        };
+        let Some(s) = self.sandboxes.get_mut(&run.sandbox) else {
+            return false;
+        };
+        // A memory group of its own is what makes it worth keeping; only then is there a peak.
+        let wanted = used.memory_peak_bytes > 0
+            && s.phase == Phase::Running
+            && s.free_leaves.len() < MAX_FREE_LEAVES;
+        if !wanted || !leaf.renew(&used) {
+            return false;
+        }
+        s.free_leaves.push(FreeLeaf {
+            name: run.leaf_name().to_owned(),
+            leaf,
+            used,
+        });
+        true
     }
 
     /// Tries to remove the cgroup of an ended run.
@@ -368,9 +403,11 @@ impl Server {
     /// A put was refused: the run is not safe in the keeper, so it is not to go on unseen.
     pub(super) fn keeper_refused(&mut self, key: &str) {
         if let Some(index) = self.run_by_key(key) {
-            if let Some(run) = self.runs.get(&index) {
-                if let Some(leaf) = &run.leaf {
-                    let _ = leaf.kill();
+            if let Some(run) = self.runs.get_mut(&index) {
+                match &run.leaf {
+                    Some(leaf) => drop(leaf.kill()),
+                    // The refusal may be read before what the launch left for us.
+                    None => run.meta.marked = Some((Cause::Killed, 0)),
                 }
             }
             info!("run.unsafe", key = key);
@@ -450,11 +487,9 @@ impl Run {
     }
 
     /// What the ending, the counters and what was noted before add up to.
-    fn outcome(&self, ending: &Fallen) -> Outcome {
-        let used = self.leaf.as_ref().and_then(|l| l.usage().ok());
-        let leftover = self.leaf.as_ref().and_then(|l| l.count().ok());
-        let ooms = used.map_or(0, |u| u.oom_kills.saturating_sub(self.meta.base_oom));
-        let pids = used.map_or(0, |u| u.pids_max_events.saturating_sub(self.meta.base_pids));
+    fn outcome(&self, ending: &Fallen, used: Option<RunUsage>, leftover: u64) -> Outcome {
+        let ooms = used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom));
+        let pids = used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids));
         let mut limits_hit = Vec::new();
         if ooms > 0 {
             limits_hit.push("memory".to_owned());
@@ -470,8 +505,12 @@ impl Run {
             limits_hit.push("output".to_owned());
         }
         let usage = ResultUsage {
-            user_us: used.map_or(ending.user_us, |u| u.user_us.max(ending.user_us)),
-            system_us: used.map_or(ending.system_us, |u| u.system_us.max(ending.system_us)),
+            user_us: used
+                .map_or(0, since(|u| u.user_us, self.meta.base_user_us))
+                .max(ending.user_us),
+            system_us: used
+                .map_or(0, since(|u| u.system_us, self.meta.base_system_us))
+                .max(ending.system_us),
             max_rss_bytes: ending.max_rss_bytes,
             memory_peak_bytes: used.map_or(0, |u| u.memory_peak_bytes),
         };
@@ -482,7 +521,7 @@ impl Run {
             limits_hit,
             duration_ns: ending.at_ns.saturating_sub(self.meta.started_mono_ns),
             usage,
-            leftover: leftover.unwrap_or(0),
+            leftover,
             totals: [self.streams[0].total, self.streams[1].total],
             inline: [None, None],
         }
@@ -522,6 +561,11 @@ impl Run {
             leftover: outcome.leftover,
         })
     }
+}
+
+/// What a counter has grown by.
+fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
+    move |used| counter(used).saturating_sub(before)
 }
 
 /// Why it ended. What was noted before a kill counts only if the kill is what ended it.

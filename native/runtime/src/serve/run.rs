@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use dsec_launch::cgroup::RunUsage;
 use dsec_launch::LaunchError;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
@@ -32,9 +33,16 @@ pub struct Meta {
     pub timeout_ms: u64,
     pub head_bytes: u64,
     pub tail_bytes: u64,
-    /// Counters of the sandbox before the run, to tell what happened during it.
+    /// The cgroup it runs in. Empty: an earlier version, which named it after the run.
+    #[serde(default)]
+    pub leaf: String,
+    /// Counters before the run, to tell what happened during it.
     pub base_oom: u64,
     pub base_pids: u64,
+    #[serde(default)]
+    pub base_user_us: u64,
+    #[serde(default)]
+    pub base_system_us: u64,
     /// The cause it was killed for, and the signal (0: the whole tree), noted before the kill.
     pub marked: Option<(Cause, i32)>,
     pub outcome: Option<Outcome>,
@@ -62,7 +70,8 @@ pub struct Outcome {
 /// One of the two outputs.
 #[derive(Debug, Default)]
 pub struct Stream {
-    pub pipe: Option<OwnedFd>,
+    /// Shared with the launch, which hands a copy to the keeper.
+    pub pipe: Option<Arc<OwnedFd>>,
     /// Whether the pipe is watched. Not watching means taking it out of epoll: a pipe whose writers are
     /// gone reports that even when nothing was asked for.
     pub watched: bool,
@@ -89,10 +98,18 @@ pub struct Reader {
 }
 
 /// Standard input that did not fit the pipe at once.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Feed {
-    pub pipe: OwnedFd,
-    pub file: OwnedFd,
+    pub pipe: Arc<OwnedFd>,
+    pub file: Arc<OwnedFd>,
+}
+
+/// A cgroup that can serve the next run: empty, and what its counters say.
+#[derive(Clone)]
+pub struct FreeLeaf {
+    pub name: String,
+    pub leaf: Arc<dyn Leaf>,
+    pub used: RunUsage,
 }
 
 pub struct Run {
@@ -101,6 +118,8 @@ pub struct Run {
     pub id: String,
     pub meta: Meta,
     pub leaf: Option<Arc<dyn Leaf>>,
+    /// The leaf's counters at the end, while it can serve again: nothing was left in it.
+    pub spent: Option<RunUsage>,
     pub pid: Option<i32>,
     pub pidfd: Option<OwnedFd>,
     /// It fell to the keeper, which reaps it and tells.
@@ -125,6 +144,14 @@ pub struct Run {
 impl Run {
     pub fn key(&self) -> String {
         key(&self.sandbox_id, &self.id)
+    }
+
+    pub fn leaf_name(&self) -> &str {
+        if self.meta.leaf.is_empty() {
+            &self.id
+        } else {
+            &self.meta.leaf
+        }
     }
 
     pub fn done(&self) -> bool {

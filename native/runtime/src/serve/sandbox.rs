@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
 use super::link::Link;
+use super::run::FreeLeaf;
 use super::{Server, Timer, Token};
 use crate::backend::{Backend, Made, Place};
 use crate::kproto::{Fallen, Put};
@@ -63,6 +64,10 @@ pub struct Sandbox {
     pub parent: Parent,
     pub init_ended: bool,
     pub runs: BTreeMap<String, u64>,
+    /// Cgroups of runs that ended, ready for the next.
+    pub free_leaves: Vec<FreeLeaf>,
+    /// Number of the last one that was made.
+    pub last_leaf: u64,
     waiters: Vec<(u64, Id)>,
     stoppers: Vec<(u64, Id)>,
     exit: Exit,
@@ -87,6 +92,8 @@ impl Sandbox {
             parent,
             init_ended: false,
             runs: BTreeMap::new(),
+            free_leaves: Vec::new(),
+            last_leaf: 0,
             waiters: Vec::new(),
             stoppers: Vec::new(),
             exit,
@@ -469,6 +476,7 @@ impl Server {
         s.phase = Phase::Ended;
         s.place = None;
         s.init = None;
+        s.free_leaves.clear();
         s.record.stage = Stage::Ended;
         s.record.exit = Some(s.exit.clone());
         s.record.ended_ns = util::realtime_ns();
