@@ -80,6 +80,8 @@ def box(shared: Node) -> Iterator[tuple[Client, str]]:
     with shared.client() as c:
         create(c, name)
         yield c, name
+    # On a connection of its own: answers to a stream's last acknowledgements may still come on the other.
+    with shared.client() as c:
         c.call("sandbox.stop", id=name)
 
 
@@ -415,7 +417,7 @@ def test_stop_while_runs_are_in_flight(node: Node) -> None:
         assert answers[stop]["ok"]["state"] == "ended"
         for n in numbers:
             a = answers[n]
-            assert ("ok" in a and a["ok"]["cause"] == "killed") or a["err"]["code"] in {"gone", "launch"}, a
+            assert a["err"]["code"] == "gone", a
         assert other.wait(waiter)["state"] == "ended"
         assert c.call("sandbox.stop", id="a")["state"] == "ended"
         with pytest.raises(RuntimeFault) as e:

@@ -50,6 +50,10 @@ pub trait Place: Send + Sync {
     fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>>;
     /// Every one there is.
     fn leaves(&self) -> Result<Vec<String>>;
+    /// Whether the writable part is full. May wait for the disk.
+    fn disk_full(&self) -> Result<bool>;
+    /// Whether writes to it show in a process's resource usage. Never waits.
+    fn counts_writes(&self) -> bool;
     /// Starts a program inside; returns right after the clone.
     fn enter(
         &self,

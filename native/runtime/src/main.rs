@@ -69,6 +69,9 @@ fn options(args: &[OsString]) -> io::Result<Options> {
 }
 
 fn keeper(args: &[OsString]) -> io::Result<()> {
+    // It lives long: whatever else its starter had open must not stay open with it, a pipe whose end
+    // somebody waits for, a lock. Nothing of ours is open yet.
+    dsec_sys::process::close_all_but(&[0, 1, 2])?;
     let options = options(args)?;
     std::fs::create_dir_all(&options.run_dir)?;
     if options.foreground {

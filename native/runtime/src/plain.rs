@@ -197,6 +197,14 @@ impl Place for PlainPlace {
             .collect())
     }
 
+    fn disk_full(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn counts_writes(&self) -> bool {
+        true
+    }
+
     fn enter(
         &self,
         plan: &RunPlan,

@@ -188,6 +188,14 @@ impl Place for RealPlace {
         self.cgroup.runs()
     }
 
+    fn disk_full(&self) -> Result<bool> {
+        self.shared.assembly.uppers.full(&self.upper)
+    }
+
+    fn counts_writes(&self) -> bool {
+        self.upper.counts_writes()
+    }
+
     fn enter(
         &self,
         plan: &RunPlan,

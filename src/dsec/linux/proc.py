@@ -10,7 +10,6 @@ from typing import Final
 import msgspec
 
 PROC: Final = Path("/proc")
-PF_EXITING: Final = 0x4
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -88,12 +87,6 @@ def start_time(pid: int, proc: Path = PROC) -> int | None:
     """
     fields = _stat(pid, proc)
     return None if fields is None else int(fields[19])
-
-
-def is_ending(pid: int, proc: Path = PROC) -> bool:
-    """Whether a process has ended or is about to (its flags, field 9, have PF_EXITING)."""
-    fields = _stat(pid, proc)
-    return fields is None or bool(int(fields[6]) & PF_EXITING)
 
 
 def _stat(pid: int, proc: Path) -> list[bytes] | None:

@@ -1,6 +1,7 @@
 //! Endings: seen, noted in the keeper, then reaped. In this order nothing is ever lost or invented.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use dsec_launch::cgroup::RunUsage;
 use dsec_launch::plan::Code;
@@ -11,6 +12,7 @@ use rustix::event::epoll::EventFlags;
 use super::run::{self, FreeLeaf, Outcome, Run};
 use super::sandbox::Phase;
 use super::{Server, Token};
+use crate::backend::Place;
 use crate::kproto::{Fallen, Put};
 use crate::proto::{Cause, Nothing, ResultUsage, RunResult};
 use crate::{fail, info, util, warning};
@@ -59,30 +61,85 @@ impl Server {
         self.run_ids.get(&name).copied()
     }
 
-    /// Everything that is left to do when a run's process has ended.
+    /// A run's process has ended: what it has said so far is taken, then its disk is looked at if need be.
     pub(super) fn end_run(&mut self, index: u64, ending: Fallen, reap: bool) {
         self.status_ready(index);
         self.take_last_output(index);
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
+        if run.ending {
+            return;
+        }
         if run.done() {
             return self.reap(index, reap);
-        }
-        if let Some(err) = run.failure.take() {
-            self.reap(index, reap);
-            return self.launch_failed(index, err);
         }
         if let Some(timer) = run.timer.take() {
             self.timers.remove(&timer);
         }
+        let sandbox = run.sandbox;
+        if let Some(err) = run.failure.take() {
+            self.reap(index, reap);
+            let err = if self.sandbox_ending(sandbox) {
+                gone()
+            } else {
+                err
+            };
+            return self.launch_failed(index, err);
+        }
+        match self.disk_in_question(index, &ending) {
+            Some(place) => self.look_at_disk(index, place, ending, reap),
+            None => self.conclude(index, ending, reap, false),
+        }
+    }
+
+    /// Only what was written to can have been found full. Not while the sandbox ends: its release waits
+    /// for this process to be reaped.
+    fn disk_in_question(&self, index: u64, ending: &Fallen) -> Option<Arc<dyn Place>> {
+        let run = self.runs.get(&index)?;
+        let s = self.sandboxes.get(&run.sandbox)?;
+        let place = s.place.as_ref().filter(|_| s.phase == Phase::Running)?;
+        (ending.out_blocks > 0 || !place.counts_writes()).then(|| Arc::clone(place))
+    }
+
+    /// On a launching thread: those wait for nothing that waits for this.
+    fn look_at_disk(&mut self, index: u64, place: Arc<dyn Place>, ending: Fallen, reap: bool) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        run.ending = true;
+        if let Some(pidfd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
+            let _ = rustix::event::epoll::delete(&self.epoll, pidfd);
+        }
+        self.watch_output(index);
+        self.launchers.run(move || {
+            let full = place.disk_full();
+            Box::new(move |server: &mut Server| {
+                if let Err(e) = &full {
+                    info!("run.disk", run = index, error = e);
+                }
+                if let Some(run) = server.runs.get_mut(&index) {
+                    run.ending = false;
+                }
+                server.conclude(index, ending, reap, full.unwrap_or(false));
+            })
+        });
+    }
+
+    /// Everything that is left to do.
+    fn conclude(&mut self, index: u64, ending: Fallen, reap: bool, disk_full: bool) {
         self.end_input(index);
+        let gone = self.ended_by_sandbox(index, &ending);
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         let used = run.leaf.as_ref().and_then(|l| l.usage().ok());
         let left = run.leaf.as_ref().and_then(|l| l.count().ok());
-        let outcome = run.outcome(&ending, used, left.unwrap_or(0));
+        let mut outcome = run.outcome(&ending, used, left.unwrap_or(0));
+        outcome.gone = gone;
+        if disk_full {
+            outcome.limits_hit.push("disk".to_owned());
+        }
         run.spent = used.filter(|_| left == Some(0));
         run.meta.outcome = Some(outcome);
         self.keep_outcome(index);
@@ -93,6 +150,18 @@ impl Server {
         if let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) {
             self.pump(index);
             self.run_ended(sandbox);
+        }
+    }
+
+    /// Whether the end of its sandbox is what ended a run. Nobody may take that for its own failure.
+    fn ended_by_sandbox(&self, index: u64, ending: &Fallen) -> bool {
+        let Some(run) = self.runs.get(&index) else {
+            return false;
+        };
+        match (ending.signal, run.meta.marked) {
+            (None, _) => false,
+            (Some(_), Some(_)) => run.meta.with_sandbox,
+            (Some(signal), None) => signal == libc::SIGKILL && self.sandbox_ending(run.sandbox),
         }
     }
 
@@ -267,9 +336,12 @@ impl Server {
         };
         let reader = run.readers.remove(position);
         run.delivered = true;
-        let result = run.result().ok_or_else(|| {
-            LaunchError::new(Code::Internal, "a run that has not ended has no result")
-        });
+        let result = match &run.meta.outcome {
+            Some(outcome) if outcome.gone => Err(gone()),
+            _ => run.result().ok_or_else(|| {
+                LaunchError::new(Code::Internal, "a run that has not ended has no result")
+            }),
+        };
         self.unfollow(reader.client, index);
         self.answer(reader.client, reader.request, result);
         self.forget_if_over(index);
@@ -523,6 +595,7 @@ impl Run {
             usage,
             leftover,
             totals: [self.streams[0].total, self.streams[1].total],
+            gone: false,
             inline: [None, None],
         }
     }
@@ -563,6 +636,10 @@ impl Run {
     }
 }
 
+pub(super) fn gone() -> LaunchError {
+    LaunchError::new(Code::Gone, "the sandbox has ended")
+}
+
 /// What a counter has grown by.
 fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
     move |used| counter(used).saturating_sub(before)
@@ -591,6 +668,7 @@ mod tests {
             system_us: 0,
             max_rss_bytes: 0,
             at_ns: 0,
+            out_blocks: 0,
         }
     }
 

@@ -199,6 +199,7 @@ impl Server {
             pidfd: held.fds.remove(run::PIDFD),
             adopted: true,
             exec_done: status.is_none(),
+            ending: false,
             status,
             streams,
             feed,

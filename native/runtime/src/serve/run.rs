@@ -45,6 +45,9 @@ pub struct Meta {
     pub base_system_us: u64,
     /// The cause it was killed for, and the signal (0: the whole tree), noted before the kill.
     pub marked: Option<(Cause, i32)>,
+    /// That kill is the end of its sandbox: it has no result of its own then.
+    #[serde(default)]
+    pub with_sandbox: bool,
     pub outcome: Option<Outcome>,
     /// Someone followed its output as it came: after a restart nothing is dropped until they are back.
     pub streamed: bool,
@@ -63,6 +66,9 @@ pub struct Outcome {
     pub usage: ResultUsage,
     pub leftover: u64,
     pub totals: [u64; 2],
+    /// It was ended by the end of its sandbox: there is no result.
+    #[serde(default)]
+    pub gone: bool,
     /// Whole output of a stream when it is small; otherwise it is in the segment.
     pub inline: [Option<ByteBuf>; 2],
 }
@@ -126,6 +132,8 @@ pub struct Run {
     pub adopted: bool,
     pub status: Option<OwnedFd>,
     pub exec_done: bool,
+    /// Its process has ended, and the disk is being looked at: nothing more is read from its pipes.
+    pub ending: bool,
     pub streams: [Stream; 2],
     pub feed: Option<Feed>,
     pub readers: Vec<Reader>,

@@ -12,6 +12,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
+use super::ending::gone;
 use super::link::Link;
 use super::run::FreeLeaf;
 use super::{Server, Timer, Token};
@@ -124,7 +125,7 @@ impl Server {
             .and_then(|s| s.place.clone());
         place.ok_or_else(|| match sandbox.map(|s| s.phase) {
             Some(Phase::Creating) => LaunchError::new(Code::Conflict, "the sandbox is being made"),
-            _ => LaunchError::new(Code::Gone, "the sandbox has ended"),
+            _ => gone(),
         })
     }
 
@@ -132,7 +133,7 @@ impl Server {
         self.sandboxes
             .get(&index)
             .and_then(|s| s.init.clone())
-            .ok_or_else(|| LaunchError::new(Code::Gone, "the sandbox has ended"))
+            .ok_or_else(gone)
     }
 
     pub(super) fn status(&self, index: u64) -> Result<SandboxStatus, LaunchError> {
@@ -334,6 +335,7 @@ impl Server {
             return self.kill_sandbox(index);
         }
         for run in live {
+            self.ends_with_sandbox(run);
             if let Err(e) = self.run_kill(run, Signal::TERM.as_raw(), Cause::Killed) {
                 info!("sandbox.term", error = e);
             }
@@ -357,6 +359,7 @@ impl Server {
 
     fn kill_sandbox(&mut self, index: u64) {
         for run in self.live_runs(index) {
+            self.ends_with_sandbox(run);
             if let Err(e) = self.run_kill(run, 0, Cause::Killed) {
                 info!("sandbox.kill_run", error = e);
             }
@@ -379,6 +382,23 @@ impl Server {
                 .and_then(|()| fail::at("sandbox.released"));
             Box::new(move |server: &mut Server| server.released(index, oom, done))
         });
+    }
+
+    /// Unless it is being killed for a reason of its own.
+    fn ends_with_sandbox(&mut self, run: u64) {
+        if let Some(run) = self.runs.get_mut(&run) {
+            run.meta.with_sandbox |= run.meta.marked.is_none();
+        }
+    }
+
+    /// Whether a sandbox ends or is about to. A process namespace ends from the inside out: its programs
+    /// are killed and reaped before its init can be waited for, which tells by its flags.
+    pub(super) fn sandbox_ending(&self, index: u64) -> bool {
+        self.sandboxes.get(&index).map_or(true, |s| {
+            s.phase != Phase::Running
+                || s.init_ended
+                || util::is_ending(s.record.init_pid, s.record.init_start)
+        })
     }
 
     fn released(&mut self, index: u64, oom: bool, done: Result<(), LaunchError>) {

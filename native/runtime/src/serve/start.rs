@@ -159,6 +159,7 @@ impl Server {
                 base_user_us: 0,
                 base_system_us: 0,
                 marked: None,
+                with_sandbox: false,
                 outcome: None,
                 streamed: follow.stream,
                 forgotten: false,
@@ -170,6 +171,7 @@ impl Server {
             adopted: false,
             status: None,
             exec_done: false,
+            ending: false,
             streams: [stream(out), stream(err)],
             kept_others: 0,
             feed: pipes.feed,
@@ -241,6 +243,7 @@ impl Server {
         let stale = kill.is_some() || run.meta.streamed != done.meta.streamed;
         run.meta = Meta {
             marked: kill,
+            with_sandbox: run.meta.with_sandbox,
             streamed: run.meta.streamed,
             ..done.meta
         };
