@@ -193,3 +193,10 @@ def test_the_keeper_keeps_nothing_of_its_starter_open() -> None:
     finally:
         os.close(ours)
         node.stop()
+
+
+def test_a_program_starts_with_default_signals(box: tuple[Client, str]) -> None:
+    c, s = box
+    r = c.call("run.start", **run_plan(s, "r", ["grep", "-E", "^Sig(Blk|Ign|Cgt)", "/proc/self/status"]))
+    fields = r["streams"][0]["head"].split()
+    assert fields[1::2] == [b"0" * 16] * 3, fields

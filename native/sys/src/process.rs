@@ -165,14 +165,24 @@ pub fn exec(path: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
 
 /// Every signal back to its default action, none blocked: what a program expects at its start.
 pub fn reset_signals() {
-    // SAFETY: sigaction with SIG_DFL and sigprocmask take valid, initialised structures.
+    /// The kernel's structure, all zeros: the default action, no flags, nothing blocked.
+    const DEFAULT: [u64; 4] = [0; 4];
+    /// Bytes of the kernel's signal set.
+    const SET_BYTES: usize = 8;
+    const LAST: i32 = 64;
+    // SAFETY: the structures are valid and initialised; the kernel reads one and writes none. The raw
+    // call because the C library refuses the two signals it uses itself (32 and 33), which may have been
+    // inherited as ignored. SIGKILL and SIGSTOP are refused by the kernel, and need nothing.
     unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = libc::SIG_DFL;
-        for signal in 1..=libc::SIGRTMAX() {
-            if signal != libc::SIGKILL && signal != libc::SIGSTOP {
-                libc::sigaction(signal, &action, ptr::null_mut());
-            }
+        for signal in 1..=LAST {
+            let none = ptr::null_mut::<u64>();
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                DEFAULT.as_ptr(),
+                none,
+                SET_BYTES,
+            );
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);
