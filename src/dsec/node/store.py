@@ -112,11 +112,13 @@ class Store:
         durable: bool = True,
         files: Sequence[tuple[Path, bytes]] = (),
         gone: Sequence[Path] = (),
+        alone: bool = False,
     ) -> asyncio.Future[None]:
         """Write statements together. The future is done once they are written (durable: on the disk).
 
         Changes are written in the order in which they come, but for one with `files`: these are written whole before,
-        which takes a while. `gone` (files or directories) are removed after.
+        which takes a while. `gone` (files or directories) are removed after. `alone` writes a change that is not
+        durable now, when nothing waits: where others seldom come within the same turn, the turn is what costs.
         """
         if self.closed:
             raise Unavailable("the node is shutting down")
@@ -125,6 +127,8 @@ class Store:
             change.settle(self._broken)
         elif files:
             self._help(change, self._files_there, _write_files, files)
+        elif alone and not (durable or gone or self._waiting or self._held):
+            self._write_group([change])
         else:
             self._enqueue(change)
         return change.future

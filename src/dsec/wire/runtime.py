@@ -147,6 +147,12 @@ class RuntimeClient:
         """Free a kept result."""
         await self._call(ops.FORGET, v.RunRef(sandbox_id, run), sandbox_id)
 
+    def discard(self, sandbox_id: str, run: str) -> None:
+        """As `forget`, but the answer is not waited for, nor is it said when it could not be sent."""
+        link = self._link
+        if link is not None and link.alive and self._up.is_set():
+            link.send(v.Request(next(self._ids), ops.FORGET.name, v.RunRef(sandbox_id, run)))
+
     async def shutdown(self, *, restart: bool) -> None:
         """End the runtime; with `restart` the keeper starts the binary that is on disk now."""
         await self._last_words(ops.SHUTDOWN, v.ShutdownArgs(restart))
