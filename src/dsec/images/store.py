@@ -149,15 +149,14 @@ class LayerStore:
         refs = _refs_for(name)
         if role not in ROLES:
             raise InvalidSpec.field("role", role, ", ".join(ROLES))
-        with self._staging() as staging:
-            job = _Job(staging, whiteouts, progress, cancel)
-            try:
-                made = importer(rest, job)
-            except OSError as error:
-                raise _translated(error, source) from error
-            failpoint.at("layer.made")
-            row = Row("", 0, time.time(), role, made.source or source, config or made.config)
-            layer, existed = self._publish(made.image, row, refs)
+        try:
+            with self._staging() as staging:
+                made = importer(rest, _Job(staging, whiteouts, progress, cancel))
+                failpoint.at("layer.made")
+                row = Row("", 0, time.time(), role, made.source or source, config or made.config)
+                layer, existed = self._publish(made.image, row, refs)
+        except OSError as error:
+            raise _translated(error, source) from error
         return Imported(layer, existed, made.report)
 
     def import_layer(self, request: Request, progress: Progress) -> LayerInfo:

@@ -300,6 +300,13 @@ def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path) -> None:
         store.import_dir(source)
     assert store.list() == [] and leftovers(store) == []
     (source / "random").write_bytes(b"small")
+    filler = small / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as opened:
+        while opened.write(bytes(4096)):
+            pass
+    with pytest.raises(NodeDiskFull):  # already when it makes its working directory
+        store.import_dir(source)
+    filler.unlink()
     assert store.import_dir(source).size_bytes > 0
 
 
