@@ -224,6 +224,9 @@ fn overlay(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
 fn common(making: &Making<'_>) {
     // What is not there before 5.10 costs a sync of the upper's file system when the overlay goes.
     let _ = making.try_set("volatile", Value::Flag);
+    // Without it a file of a layer gets another inode number with its first change, and a program that
+    // compares numbers before and after (`git clone` of a local path, for one) takes it for another file.
+    let _ = making.try_set("xino", Value::Text("on"));
 }
 
 /// `None` where overlayfs takes no descriptors (before 6.13).
