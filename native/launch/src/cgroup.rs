@@ -279,7 +279,7 @@ impl SandboxCgroup {
             }
         }
         if limits.cpu_milli > 0 {
-            set("cpu", "cpu.cfs_period_us", CPU_PERIOD_US)?;
+            // The period is what a new group has: each write goes through all groups of the machine.
             let quota = limits.cpu_milli * CPU_PERIOD_US / 1000;
             set("cpu", "cpu.cfs_quota_us", quota)?;
         }
@@ -396,7 +396,7 @@ impl SandboxCgroup {
             system_us: key(&cpu, "system_usec"),
             pids: number(&pids.join("pids.current")),
             pids_max_events: self.pids_max_events(),
-            oom_kills: oom_kills(&memory),
+            oom_kills: self.oom_kills(),
             ..Usage::default()
         };
         if self.inner.mode == CgroupMode::V2 {
@@ -408,12 +408,21 @@ impl SandboxCgroup {
             usage.memory_peak_bytes = number(&memory.join("memory.max_usage_in_bytes"));
             let both = number(&memory.join("memory.memsw.usage_in_bytes"));
             usage.swap_bytes = both.saturating_sub(usage.memory_bytes);
-            // v1 counts a kill in the victim's own group only.
-            for run in children(&memory).unwrap_or_default() {
-                usage.oom_kills += oom_kills(&memory.join(run));
-            }
         }
         Ok(usage)
+    }
+
+    /// Kills for want of memory so far, in all runs.
+    pub fn oom_kills(&self) -> u64 {
+        let memory = self.home("memory");
+        let mut kills = oom_kills(&memory);
+        if self.inner.mode == CgroupMode::Hybrid {
+            // v1 counts a kill in the victim's own group only.
+            for run in children(&memory).unwrap_or_default() {
+                kills += oom_kills(&memory.join(run));
+            }
+        }
+        kills
     }
 
     pub(crate) fn pids_max_events(&self) -> u64 {
@@ -435,6 +444,10 @@ impl SandboxCgroup {
                 .map(|h| h.base.join(&self.id))
                 .collect();
             all.push(self.v2(""));
+            // What there is most often; the rest is looked for below.
+            for below in [INIT, PAYLOAD] {
+                let _ = fs::remove_dir(self.v2(below));
+            }
             let mut busy = None;
             for at in all {
                 if let Err(error) = remove_tree(&at) {

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use dsec_sys::{cred, mount, process};
+use dsec_sys::{cred, mount, net, process};
 use rustix::fs::{openat, Mode, OFlags, CWD};
 
 use crate::cgroup::{Cgroups, INIT};
@@ -85,6 +85,9 @@ pub(crate) struct Server {
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
     pub hidden: Hidden,
+    /// For all sandboxes; of a network namespace that lives as long as we do.
+    pub sys: OwnedFd,
+    _sys_net: OwnedFd,
     lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
@@ -123,6 +126,7 @@ fn start(arguments: &[String]) -> Result<Server> {
     let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.
     let hidden = Hidden::find();
+    let (sys, sys_net) = sysfs(&own_net)?;
     rustix::process::umask(Mode::empty());
     empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
@@ -139,9 +143,21 @@ fn start(arguments: &[String]) -> Result<Server> {
         own_pid,
         cgroups,
         hidden,
+        sys,
+        _sys_net: sys_net,
         lowered,
         filters: HashMap::new(),
     })
+}
+
+/// A sysfs that shows a network namespace with nothing but loopback, as every sandbox has one.
+fn sysfs(own_net: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+    process::unshare(process::NEW_NET).step("launcher.unshare_net")?;
+    net::loopback_up().step("launcher.loopback")?;
+    let net = File::open("/proc/self/ns/net").step("launcher.open")?;
+    let sys = create::own_sysfs()?;
+    process::setns(own_net.as_fd(), process::NEW_NET).step("launcher.setns_back")?;
+    Ok((sys, net.into()))
 }
 
 impl Server {

@@ -478,3 +478,38 @@ fn the_end_of_the_init_ends_the_runs() {
         .expect("refused");
     assert_eq!(refused.code, Code::Gone);
 }
+
+#[test]
+fn a_file_of_a_layer_keeps_its_number_when_it_is_changed() {
+    require!();
+    let node = Node::new();
+    for kind in [UpperKind::Btrfs, UpperKind::Ext4, UpperKind::Tmpfs] {
+        let mut wish = plan("a");
+        wish.upper.kind = kind;
+        wish.upper.bytes = 64 * MIB;
+        let sandbox = node.create(&wish).expect("created");
+        // A link is a change of the file: what `git clone` of a local path does, and then compares.
+        let numbers =
+            sandbox.said("stat -c %i /etc/group; ln /etc/group /g; stat -c %i /etc/group /g");
+        let numbers: Vec<&str> = numbers.lines().collect();
+        assert!(
+            numbers.len() == 3 && numbers.iter().all(|n| *n == numbers[0]),
+            "{kind:?}: {numbers:?}"
+        );
+        sandbox.stop();
+    }
+}
+
+#[test]
+fn no_signal_is_ignored_or_blocked() {
+    require!();
+    let node = Node::new();
+    let sandbox = node.create(&plan("a")).expect("created");
+    // Not by a shell: it ignores some itself.
+    let look = sandbox.run_plan(&["grep", "-E", "^Sig(Blk|Ign):", "/proc/self/status"]);
+    let seen = sandbox.finish(&look).expect("run").out;
+    assert_eq!(
+        seen.trim(),
+        "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000"
+    );
+}

@@ -29,6 +29,11 @@ const UID_END: u32 = 1 << 31;
 const ENDED_KEPT: usize = 1024;
 /// For a release: killing, and removing everything. A dying process may wait for a slow disk.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(20);
+/// How long a release waits for the end of the init before it tries all the same.
+const INIT_WAIT: Timespec = Timespec {
+    tv_sec: 5,
+    tv_nsec: 0,
+};
 /// How often a release is tried before the caller is told.
 const RELEASE_TRIES: u32 = 3;
 /// Added to a plan's own deadline before the client is told that it passed.
@@ -364,9 +369,16 @@ impl Server {
         if let Err(e) = place.kill() {
             warning!("sandbox.kill", id = s.record.id, error = e);
         }
+        let init = s.init.clone();
         self.workers.run(move || {
+            // An init ends last, so that its end says that nothing is left in the cgroups. What keeps it
+            // alive for too long is the release's to tell.
+            if let Some(init) = init {
+                let mut poll = [PollFd::new(&*init, PollFlags::IN)];
+                let _ = rustix::event::poll(&mut poll, Some(&INIT_WAIT));
+            }
             // Asked before the counters go.
-            let oom = place.usage().is_ok_and(|u| u.oom_kills > 0);
+            let oom = place.oom_kills() > 0;
             let done = place
                 .release(RELEASE_DEADLINE)
                 .and_then(|()| fail::at("sandbox.released"));
