@@ -21,6 +21,8 @@ use crate::hierarchy::{
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
 pub use crate::run_cgroup::{RunCgroup, RunUsage};
 
+/// Processes and threads that sandboxes leave to the rest of the machine.
+const PIDS_LEFT: u64 = 2048;
 const CPU_PERIOD_US: u64 = 100_000;
 /// v1 counts shares, of which a weight of 100 is this many.
 const SHARES_AT_100: u64 = 1024;
@@ -98,11 +100,23 @@ impl Cgroups {
             fs::create_dir_all(&base).step("cgroup.mkdir")?;
             below.push(V1 { controller, base });
         }
-        Ok(Self(Arc::new(Inner {
+        let opened = Self(Arc::new(Inner {
             mode,
             v2: base,
             v1: below,
-        })))
+        }));
+        opened.leave_processes()?;
+        Ok(opened)
+    }
+
+    /// Bounds all sandboxes together: each has its own limit, but the numbers are the machine's, and
+    /// without any left nobody could start a thing, we included.
+    fn leave_processes(&self) -> Result<()> {
+        let sysctl = Path::new("/proc/sys/kernel");
+        let most = number(&sysctl.join("pid_max")).min(number(&sysctl.join("threads-max")));
+        let home = self.sandbox("").home("pids");
+        let bound = most.saturating_sub(PIDS_LEFT).max(1);
+        write(&home.join("pids.max"), &bound.to_string()).step("cgroup.pids")
     }
 
     pub fn mode(&self) -> CgroupMode {

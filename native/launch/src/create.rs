@@ -52,7 +52,7 @@ pub(crate) fn create(
     let (lowers, upper) = copies(server, plan, upper)?;
     failpoint::at("create.layers")?;
     process::setns(netns, process::NEW_NET).step("create.setns_net")?;
-    let born = sysfs(server).and_then(|sys| Ok((sys, give_birth(server, plan)?)));
+    let born = sysfs(server).and_then(|sys| Ok((sys, give_birth(server, plan, uid_base)?)));
     process::setns(server.own_net.as_fd(), process::NEW_NET).step("create.setns_back")?;
     let (sys, (pid, channel)) = born?;
     failpoint::at("create.cloned")?;
@@ -139,7 +139,13 @@ pub(crate) fn own_sysfs() -> Result<OwnedFd> {
 }
 
 /// Clones the init into its cgroup, all namespaces new, and tells the client at once.
-fn give_birth(server: &Server, plan: &SandboxPlan) -> Result<(i32, OwnedFd)> {
+///
+/// What the kernel counts by user (inotify, pending signals, message queues, namespaces) it charges to
+/// a user in each namespace, on every level up; on the host's, to who made the user namespace: by its
+/// effective uid. That is therefore the sandbox's own: were it root's, all sandboxes and the host
+/// would share one user's limits. The real uid stays root's: with it RLIMIT_NPROC stays out of force
+/// for the namespace as a whole.
+fn give_birth(server: &Server, plan: &SandboxPlan, uid_base: u32) -> Result<(i32, OwnedFd)> {
     let kind = SocketType::SEQPACKET;
     let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
     let (ours, theirs) = pair.step("create.socketpair")?;
@@ -153,11 +159,15 @@ fn give_birth(server: &Server, plan: &SandboxPlan) -> Result<(i32, OwnedFd)> {
         sibling: true,
         cgroup: Some(cgroup.as_fd()),
     };
-    match process::clone(&server.alone, &spec).step("create.clone")? {
-        Cloned::Child => {
-            drop(ours);
-            init::main(plan, &server.hidden, &theirs, &tasks)
-        }
+    cred::set_effective_uid(uid_base).step("create.euid")?;
+    let cloned = process::clone(&server.alone, &spec);
+    if let Ok(Cloned::Child) = cloned {
+        drop(ours);
+        init::main(plan, &server.hidden, &theirs, &tasks)
+    }
+    cred::set_effective_uid(0).step("create.euid_back")?;
+    match cloned.step("create.clone")? {
+        Cloned::Child => process::exit(1), // it went its way above
         Cloned::Parent { pid, pidfd } => {
             let told = wire::send(
                 server.control.as_fd(),

@@ -22,8 +22,9 @@ use crate::wire::{self, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
 const FILTERS_MAX: usize = 64;
-/// The kernel should end others first; inits keep this, runs go back to 0.
-const OOM_SCORE: &str = "-900";
+/// Never ended for want of memory: inits keep this, runs go back to 0. A sandbox whose memory is full of
+/// what no process holds (tmpfs, shared memory) would otherwise lose its init to the next charge.
+const OOM_SCORE: &str = "-1000";
 
 /// Our directory in each hierarchy, as descriptors: the launcher's mount namespace has no cgroups.
 #[derive(Debug)]
@@ -87,7 +88,7 @@ pub(crate) struct Server {
     /// For all sandboxes; of a network namespace that lives as long as we do.
     pub sys: OwnedFd,
     _sys_net: OwnedFd,
-    raised: bool,
+    lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
 
@@ -121,8 +122,8 @@ fn start(arguments: &[String]) -> Result<Server> {
     let own_net = open(Path::new("/proc/self/ns/net"))?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
     let cgroups = CgroupDirs::open(&Cgroups::open(cgroup)?)?;
-    // Without CAP_SYS_RESOURCE nothing changes, and nothing has to be undone in runs.
-    let raised = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
+    // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
+    let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.
     let hidden = Hidden::find();
     let (sys, sys_net) = sysfs(&own_net)?;
@@ -144,7 +145,7 @@ fn start(arguments: &[String]) -> Result<Server> {
         hidden,
         sys,
         _sys_net: sys_net,
-        raised,
+        lowered,
         filters: HashMap::new(),
     })
 }
@@ -206,7 +207,7 @@ impl Server {
                     filter: &filter,
                     fds,
                     tasks: self.cgroups.tasks(&memory, &sandbox)?,
-                    raised: self.raised,
+                    lowered: self.lowered,
                 };
                 let leaf = self.cgroups.leaf(&cgroup)?;
                 let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;

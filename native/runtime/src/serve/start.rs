@@ -15,7 +15,7 @@ use rustix::pipe::PipeFlags;
 
 use super::link::Link;
 use super::run::{self, Feed, Meta, Reader, Run, Stream};
-use super::sandbox::Phase;
+use super::sandbox::{Phase, Sandbox};
 use super::{Server, Timer, Token, FD_RESERVE};
 use crate::backend::{Leaf, Place};
 use crate::kproto::Put;
@@ -297,6 +297,13 @@ impl Server {
     pub(super) fn launch_failed(&mut self, index: u64, err: LaunchError) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
+        };
+        let running = |s: &Sandbox| s.phase == Phase::Running;
+        let err = if self.sandboxes.get(&run.sandbox).is_some_and(running) {
+            err
+        } else {
+            // Whatever the launch met on its way, it met because the sandbox was being taken apart.
+            LaunchError::new(Code::Gone, "the sandbox has ended").with("met", err.message)
         };
         if let Some(leaf) = &run.leaf {
             let _ = leaf.remove();
