@@ -194,6 +194,10 @@ def test_the_hosts_paths_are_not_named(sbx: dsec.Sandbox) -> None:
     assert sbx.id not in text
 
 
+def test_files_behind_the_hosts_loop_devices_are_not_named(sbx: dsec.Sandbox) -> None:
+    assert sbx.run("cat /sys/block/*/loop/backing_file /sys/devices/virtual/block/*/loop/backing_file").stdout == ""
+
+
 def test_the_init_gives_nothing_away(sbx: dsec.Sandbox) -> None:
     code = """
     import errno, os

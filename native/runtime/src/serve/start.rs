@@ -298,8 +298,9 @@ impl Server {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
+        let sandbox = run.sandbox;
         let running = |s: &Sandbox| s.phase == Phase::Running;
-        let err = if self.sandboxes.get(&run.sandbox).is_some_and(running) {
+        let err = if self.sandboxes.get(&sandbox).is_some_and(running) {
             err
         } else {
             // Whatever the launch met on its way, it met because the sandbox was being taken apart.
@@ -318,6 +319,8 @@ impl Server {
                 Err::<Nothing, _>(err.clone()),
             );
         }
+        // A stop may have waited for just this run.
+        self.run_ended(sandbox);
     }
 
     /// Adds a reader; it is served at once with what is there.
