@@ -25,16 +25,17 @@ from typing import Any
 
 import pytest
 
+from tests.kit.lanes import runtime_binary
 from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
-BINARY = os.environ.get("DSEC_RUNTIME_BINARY", "")
+BINARY = runtime_binary()
 #: Set when the binary was built with the feature `plain`.
 PLAIN = bool(os.environ.get("DSEC_RUNTIME_PLAIN"))
 LAYERS = [] if PLAIN else ["sha256:" + "b" * 64]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
-    pytest.mark.skipif(not BINARY, reason="DSEC_RUNTIME_BINARY names no binary of the runtime"),
+    pytest.mark.skipif(not BINARY, reason="dsec-runtime is not built (scripts/build)"),
     pytest.mark.timeout(300),
 ]
 
@@ -49,7 +50,8 @@ def image() -> Path:
 
 
 def make_node(**kwargs: Any) -> Node:
-    node = Node(Path(BINARY), **kwargs)
+    assert BINARY is not None
+    node = Node(BINARY, **kwargs)
     with node.client() as c:
         for digest in LAYERS:
             c.call("layer.mount", digest=digest, path=str(image()))

@@ -185,7 +185,8 @@ def test_a_create_that_takes_too_long_is_undone() -> None:
 def test_the_keeper_keeps_nothing_of_its_starter_open() -> None:
     ours, theirs = os.pipe()
     os.set_inheritable(theirs, True)
-    node = Node(Path(BINARY), pass_fds=(theirs,))
+    assert BINARY is not None
+    node = Node(BINARY, pass_fds=(theirs,))
     try:
         os.close(theirs)
         os.set_blocking(ours, False)

@@ -51,10 +51,13 @@ def test_interrupt_kills_the_tree(home: Home) -> None:
     with home.client().create(base=BASE) as sbx:
         line = [*COMMAND, "exec", sbx.id, "(setsid sleep 4321 &) ; echo up; sleep 4321"]
         with subprocess.Popen(line, env=home.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"up\n"
-            process.send_signal(signal.SIGINT)
-            assert process.wait() == 130
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"up\n"
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=30) == 130
+            finally:
+                process.kill()
         assert sbx.run("pgrep -f 'sleep 4321' | grep -v $$").stdout == ""
 
 

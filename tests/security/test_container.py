@@ -5,12 +5,18 @@ The programs run as root in the sandbox with python3 of the base; each prints wh
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import subprocess
+import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 import dsec
+from tests.kit.home import Home
 
 pytestmark = pytest.mark.security
 
@@ -188,6 +194,10 @@ def test_the_hosts_paths_are_not_named(sbx: dsec.Sandbox) -> None:
     assert sbx.id not in text
 
 
+def test_files_behind_the_hosts_loop_devices_are_not_named(sbx: dsec.Sandbox) -> None:
+    assert sbx.run("cat /sys/block/*/loop/backing_file /sys/devices/virtual/block/*/loop/backing_file").stdout == ""
+
+
 def test_the_init_gives_nothing_away(sbx: dsec.Sandbox) -> None:
     code = """
     import errno, os
@@ -218,8 +228,6 @@ def test_a_program_that_is_entering_cannot_be_touched(sbx: dsec.Sandbox) -> None
                 if target not in ("/", "/bin/true", "/usr/bin/true"): caught.add(target)
     print("caught", *caught)
     """
-    import threading
-
     out: list[str] = []
     thread = threading.Thread(target=lambda: out.append(python(sbx, watcher)))
     thread.start()
@@ -296,3 +304,72 @@ def test_setuid_programs_work_unless_forbidden(client: dsec.Client) -> None:
 def test_the_nodes_sockets_are_not_inside(sbx: dsec.Sandbox, run_dir: Path) -> None:
     assert not sbx.run(["test", "-e", str(run_dir)]).ok
     assert "dsec" not in sbx.run("cat /proc/net/unix").stdout
+
+
+# Takes what it can of a resource that the kernel counts by user, tells how much, and holds it until it is ended.
+HOARD = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+
+class Mq(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("flags", "maxmsg", "msgsize", "curmsgs", "a", "b", "c", "d")]
+
+def watcher(_):
+    return libc.inotify_init1(0)
+
+def queue(number):
+    return libc.syscall(240, b"q%d" % number, os.O_CREAT | os.O_RDWR, 0o600, ctypes.byref(Mq(0, 10, 8192, 0)))
+
+def signal(_):
+    return libc.sigqueue(os.getpid(), 40, None)
+
+libc.signal(40, ctypes.c_void_p(1)); libc.sigprocmask(0, ctypes.create_string_buffer(b"\\xff" * 128), None)
+take, most = {"watcher": watcher, "queue": queue, "signal": signal}[sys.argv[1]], int(sys.argv[2])
+got = 0
+while got < most and take(got) >= 0: got += 1
+print(got, flush=True)
+if sys.argv[3] == "hold": time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("what", ["watcher", "queue", "signal"])
+def test_what_is_counted_by_user_is_counted_by_sandbox(client: dsec.Client, sbx: dsec.Sandbox, what: str) -> None:
+    hoard = ["python3", "-I", "-c", HOARD, what]
+    with client.create() as greedy:
+        wait = "while [ ! -s /tmp/got ]; do sleep 0.1; done; cat /tmp/got"
+        hold = f"{shlex.join([*hoard, '1000000', 'hold'])} > /tmp/got & {wait}"
+
+        def holding() -> None:
+            with contextlib.suppress(dsec.SandboxLost):  # how it ends, with its sandbox
+                greedy.run(hold + "; wait", timeout_s=600)
+
+        thread = threading.Thread(target=holding)
+        thread.start()
+        taken = ""
+        while not taken:
+            taken = greedy.run("cat /tmp/got 2>/dev/null || true").stdout.strip()
+        assert 0 < int(taken) < 1_000_000, "there is a limit, and it has been reached"
+        left = sbx.run([*hoard, "5", "go"], check=True, timeout_s=60).stdout.strip()
+        assert left == "5"
+    thread.join()
+
+
+def test_asynchronous_io_is_said_not_to_exist(sbx: dsec.Sandbox) -> None:
+    code = SYSCALL + 'call("io_setup", 206, 1, ctypes.byref(ctypes.c_ulong(0)))\ncall("io_submit", 209, 0, 0, None)'
+    assert python(sbx, code).split() == ["io_setup", "ENOSYS", "io_submit", "ENOSYS"]
+
+
+def test_user_files_that_are_no_files_hold_up_nothing(client: dsec.Client) -> None:
+    with client.create() as sbx:
+        sbx.run("rm /etc/passwd /etc/group; mkfifo /etc/passwd; ln -s /dev/zero /etc/group", check=True)
+        assert sbx.run(["/bin/true"], timeout_s=30).ok
+        assert sbx.run("true", timeout_s=30).ok
+
+
+def test_a_layer_with_a_directory_for_a_file_is_named(tmp_path: Path, home: Home, client: dsec.Client) -> None:
+    root = tmp_path / "root"
+    (root / "etc" / "hosts").mkdir(parents=True)
+    line = [sys.executable, "-m", "dsec.images", "--store", str(home.place.state_dir), "import", f"dir:{root}", "bad:1"]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    with pytest.raises(dsec.InvalidSpec, match="/etc/hosts"):
+        client.create(base="debian:12", toolkits=["bad:1"])

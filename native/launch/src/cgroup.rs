@@ -21,6 +21,8 @@ use crate::hierarchy::{
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
 pub use crate::run_cgroup::{RunCgroup, RunUsage};
 
+/// Processes and threads that sandboxes leave to the rest of the machine.
+const PIDS_LEFT: u64 = 2048;
 const CPU_PERIOD_US: u64 = 100_000;
 /// v1 counts shares, of which a weight of 100 is this many.
 const SHARES_AT_100: u64 = 1024;
@@ -98,11 +100,23 @@ impl Cgroups {
             fs::create_dir_all(&base).step("cgroup.mkdir")?;
             below.push(V1 { controller, base });
         }
-        Ok(Self(Arc::new(Inner {
+        let opened = Self(Arc::new(Inner {
             mode,
             v2: base,
             v1: below,
-        })))
+        }));
+        opened.leave_processes()?;
+        Ok(opened)
+    }
+
+    /// Bounds all sandboxes together: each has its own limit, but the numbers are the machine's, and
+    /// without any left nobody could start a thing, we included.
+    fn leave_processes(&self) -> Result<()> {
+        let sysctl = Path::new("/proc/sys/kernel");
+        let most = number(&sysctl.join("pid_max")).min(number(&sysctl.join("threads-max")));
+        let home = self.sandbox("").home("pids");
+        let bound = most.saturating_sub(PIDS_LEFT).max(1);
+        write(&home.join("pids.max"), &bound.to_string()).step("cgroup.pids")
     }
 
     pub fn mode(&self) -> CgroupMode {
@@ -269,7 +283,7 @@ impl SandboxCgroup {
             }
         }
         if limits.cpu_milli > 0 {
-            set("cpu", "cpu.cfs_period_us", CPU_PERIOD_US)?;
+            // The period is what a new group has: each write goes through all groups of the machine.
             let quota = limits.cpu_milli * CPU_PERIOD_US / 1000;
             set("cpu", "cpu.cfs_quota_us", quota)?;
         }
@@ -386,7 +400,7 @@ impl SandboxCgroup {
             system_us: key(&cpu, "system_usec"),
             pids: number(&pids.join("pids.current")),
             pids_max_events: self.pids_max_events(),
-            oom_kills: oom_kills(&memory),
+            oom_kills: self.oom_kills(),
             ..Usage::default()
         };
         if self.inner.mode == CgroupMode::V2 {
@@ -398,12 +412,21 @@ impl SandboxCgroup {
             usage.memory_peak_bytes = number(&memory.join("memory.max_usage_in_bytes"));
             let both = number(&memory.join("memory.memsw.usage_in_bytes"));
             usage.swap_bytes = both.saturating_sub(usage.memory_bytes);
-            // v1 counts a kill in the victim's own group only.
-            for run in children(&memory).unwrap_or_default() {
-                usage.oom_kills += oom_kills(&memory.join(run));
-            }
         }
         Ok(usage)
+    }
+
+    /// Kills for want of memory so far, in all runs.
+    pub fn oom_kills(&self) -> u64 {
+        let memory = self.home("memory");
+        let mut kills = oom_kills(&memory);
+        if self.inner.mode == CgroupMode::Hybrid {
+            // v1 counts a kill in the victim's own group only.
+            for run in children(&memory).unwrap_or_default() {
+                kills += oom_kills(&memory.join(run));
+            }
+        }
+        kills
     }
 
     pub(crate) fn pids_max_events(&self) -> u64 {
@@ -425,6 +448,10 @@ impl SandboxCgroup {
                 .map(|h| h.base.join(&self.id))
                 .collect();
             all.push(self.v2(""));
+            // What there is most often; the rest is looked for below.
+            for below in [INIT, PAYLOAD] {
+                let _ = fs::remove_dir(self.v2(below));
+            }
             let mut busy = None;
             for at in all {
                 if let Err(error) = remove_tree(&at) {

@@ -19,6 +19,10 @@ use crate::users::{self, User};
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Exit code of a child whose program never ran; its status descriptor says why.
 const FAILED: i32 = 127;
+/// `oom_score_adj` of a run, always above its init's: with one the launcher could lower (and its inits
+/// have from it), and with one that stayed at 0.
+const OOM_SCORE_ABOVE_LOWERED: &str = "0";
+const OOM_SCORE_ABOVE_ZERO: &str = "500";
 /// Longest program name made of PATH and argv[0].
 const PROGRAM_MAX: usize = 4096;
 
@@ -48,7 +52,8 @@ pub(crate) struct Entry<'a> {
     pub filter: &'a Program,
     pub fds: EnterFds,
     pub tasks: Vec<OwnedFd>,
-    pub raised: bool,
+    /// The launcher's own `oom_score_adj` could be lowered.
+    pub lowered: bool,
 }
 
 /// Clones the run and returns at once: the child may be frozen from its first instant.
@@ -58,11 +63,8 @@ pub(crate) fn enter(
     cgroup: BorrowedFd<'_>,
 ) -> Result<(i32, OwnedFd)> {
     // The next child is born in the sandbox's pid namespace; we stay where we are.
-    let gone = |error: std::io::Error| match error.raw_os_error() {
-        Some(libc::ESRCH) => LaunchError::new(Code::Gone, "the sandbox has ended"),
-        _ => LaunchError::step("enter.setns_pid", &error),
-    };
-    process::setns(entry.fds.init.as_fd(), process::NEW_PID).map_err(gone)?;
+    process::setns(entry.fds.init.as_fd(), process::NEW_PID)
+        .map_err(|error| gone_if(libc::ESRCH, "enter.setns_pid", &error))?;
     let spec = CloneSpec {
         namespaces: 0,
         sibling: true,
@@ -73,18 +75,22 @@ pub(crate) fn enter(
         child(entry)
     }
     process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
-    let gone = |error: std::io::Error| match error.raw_os_error() {
-        // The pid namespace's init is dying: no process can be born there.
-        Some(libc::ENOMEM) => LaunchError::new(Code::Gone, "the sandbox has ended"),
-        _ => LaunchError::step("enter.clone", &error),
-    };
-    match cloned.map_err(gone)? {
+    // ENOMEM: the pid namespace's init is dying, no process can be born there.
+    match cloned.map_err(|error| gone_if(libc::ENOMEM, "enter.clone", &error))? {
         Cloned::Parent { pid, pidfd } => {
             failpoint::at("enter.cloned")?;
             Ok((pid, pidfd))
         }
         Cloned::Child => child(entry),
     }
+}
+
+/// How a step says that the init is no more.
+fn gone_if(errno: i32, step: &str, error: &std::io::Error) -> LaunchError {
+    if error.raw_os_error() == Some(errno) {
+        return LaunchError::new(Code::Gone, "the sandbox has ended");
+    }
+    LaunchError::step(step, error)
 }
 
 fn child(entry: &Entry<'_>) -> ! {
@@ -108,7 +114,8 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
         | process::NEW_IPC
         | process::NEW_NET
         | process::NEW_CGROUP;
-    process::setns(entry.fds.init.as_fd(), all).step("enter.setns")?;
+    process::setns(entry.fds.init.as_fd(), all)
+        .map_err(|error| gone_if(libc::ESRCH, "enter.setns", &error))?;
     cred::set_groups(&[]).step("enter.groups")?;
     cred::set_ids(0, 0).step("enter.ids")?;
     failpoint::at("enter.entered")?;
@@ -138,10 +145,14 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
 fn join(entry: &Entry<'_>) -> Result<()> {
+    let score = if entry.lowered {
+        OOM_SCORE_ABOVE_LOWERED
+    } else {
+        OOM_SCORE_ABOVE_ZERO
+    };
+    // Before the first charge to the sandbox's memory.
+    init::write_proc("/proc/self/oom_score_adj", score).step("enter.oom")?;
     init::join(&entry.tasks)?;
-    if entry.raised {
-        init::write_proc("/proc/self/oom_score_adj", "0").step("enter.oom")?;
-    }
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }

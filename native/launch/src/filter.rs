@@ -1,13 +1,13 @@
 //! The seccomp filter of a sandbox: an allow-list, extendable by a plan.
 //!
 //! Known and not allowed gives EPERM; newer than this table gives ENOSYS, so that a C library falls
-//! back instead of giving up. `clone3` is ENOSYS too: its flags lie in memory where no filter sees
-//! them, while `clone`, to which everybody falls back, has them in a register.
+//! back instead of giving up. So do some old ones (`ABSENT`); `clone3` because its flags lie in memory
+//! where no filter sees them, while `clone`, to which everybody falls back, has them in a register.
 
 use dsec_sys::seccomp::{Instruction, MAX_INSTRUCTIONS};
 
 use crate::plan::{LaunchError, Result, SeccompSpec};
-use crate::syscalls::{ALLOWED, KNOWN_DENIED};
+use crate::syscalls::{ABSENT, ALLOWED, KNOWN_DENIED};
 
 const ALLOW: u32 = 0x7fff_0000;
 const KILL: u32 = 0x8000_0000;
@@ -85,16 +85,19 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
         let nr = nr as u32;
         allowed.contains(&nr) && !extra.contains(&nr)
     };
-    if !extra.contains(&(libc::SYS_clone3 as u32)) {
-        on(&mut program, libc::SYS_clone3, &[op(RETURN, 0, 0, ENOSYS)]);
+    for name in ABSENT {
+        let nr = number("seccomp", name)?;
+        if !extra.contains(&nr) {
+            on(&mut program, nr, &[op(RETURN, 0, 0, ENOSYS)]);
+        }
     }
     if checked(libc::SYS_clone) {
-        on(&mut program, libc::SYS_clone, &clone_body());
+        on(&mut program, libc::SYS_clone as u32, &clone_body());
     }
     if checked(libc::SYS_personality) {
         on(
             &mut program,
-            libc::SYS_personality,
+            libc::SYS_personality as u32,
             &equal_body(&PERSONALITIES, ALLOW, EPERM),
         );
     }
@@ -103,14 +106,14 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
         let vsock = [libc::AF_VSOCK as u32];
         on(
             &mut program,
-            libc::SYS_socket,
+            libc::SYS_socket as u32,
             &equal_body(&vsock, EPERM, ALLOW),
         );
     }
     if !spec.ioctl_deny.is_empty() && allowed.contains(&(libc::SYS_ioctl as u32)) {
         let mut body = equal_body(&spec.ioctl_deny, EPERM, ALLOW);
         body[0] = argument(1);
-        on(&mut program, libc::SYS_ioctl, &body);
+        on(&mut program, libc::SYS_ioctl as u32, &body);
     }
     ranges(&mut program, &allowed);
     if program.len() > MAX_INSTRUCTIONS {
@@ -160,8 +163,8 @@ fn head() -> Program {
 }
 
 /// `body`, which ends with a return on every path, for one system call.
-fn on(program: &mut Program, number: libc::c_long, body: &[Instruction]) {
-    program.push(op(IF_EQUAL, 1, 0, number as u32));
+fn on(program: &mut Program, number: u32, body: &[Instruction]) {
+    program.push(op(IF_EQUAL, 1, 0, number));
     // Conditional jumps reach 255 instructions, this one any distance.
     program.push(op(JUMP, 0, 0, body.len() as u32));
     program.extend_from_slice(body);
@@ -266,7 +269,8 @@ mod tests {
             }
         }
         for (name, nr) in KNOWN_DENIED {
-            let expected = if *name == "clone3" { ENOSYS } else { EPERM };
+            let absent = *name == "clone3" || name.starts_with("io_") && !name.contains("uring");
+            let expected = if absent { ENOSYS } else { EPERM };
             assert_eq!(
                 ask(&spec, libc::c_long::from(*nr), [0, 0]),
                 expected,
@@ -299,12 +303,14 @@ mod tests {
     fn plans_extend_both_ways_and_deny_wins() {
         let spec = SeccompSpec {
             deny: names(&["ptrace", "unshare"]),
-            allow: names(&["unshare", "clone3", "clone"]),
+            allow: names(&["unshare", "clone3", "clone", "io_setup"]),
             ioctl_deny: vec![0x5412, 7],
         };
         assert_eq!(ask(&spec, libc::SYS_ptrace, [0, 0]), EPERM);
         assert_eq!(ask(&spec, libc::SYS_unshare, [0, 0]), EPERM);
         assert_eq!(ask(&spec, libc::SYS_clone3, [0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_io_setup, [0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_io_submit, [0, 0]), ENOSYS);
         assert_eq!(ask(&spec, libc::SYS_clone, [0x1000_0000, 0]), ALLOW);
         assert_eq!(ask(&spec, libc::SYS_ioctl, [0, 0x5412]), EPERM);
         assert_eq!(ask(&spec, libc::SYS_ioctl, [0x5412, 8]), ALLOW);

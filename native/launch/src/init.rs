@@ -18,7 +18,7 @@ use crate::plan::{LaunchError, Result, SandboxPlan, Step};
 use crate::wire;
 
 /// Hidden: what tells about the host or reaches into it.
-const MASKED: [&str; 17] = [
+const MASKED: [&str; 18] = [
     "/proc/acpi",
     "/proc/asound",
     "/proc/interrupts",
@@ -33,6 +33,8 @@ const MASKED: [&str; 17] = [
     "/proc/scsi",
     "/proc/timer_list",
     "/proc/timer_stats",
+    // Names the files behind the loop devices of the whole machine, ours among them.
+    "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
     "/sys/kernel/debug",
@@ -125,6 +127,7 @@ fn set_up(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[Owned
     failpoint::at("init.pivoted")?;
     attach_system(&staged, &sys)?;
     attach_plan(plan, &staged)?;
+    bound_shared_memory(plan.memory_bytes)?;
     failpoint::at("init.mounted")?;
     hide(hidden, &staged)?;
     failpoint::at("init.masked")?;
@@ -210,8 +213,25 @@ fn directory(path: &str) -> Result<OwnedFd> {
         }
         other => other,
     };
-    let named = |error: LaunchError| error.with("path", path);
-    found.step("init.target").map_err(named)
+    found.map_err(|errno| no_target("init.target", path, errno))
+}
+
+/// Nothing can be mounted at `path`: because of what the image has there, or the kernel's no.
+fn no_target(step: &str, path: &str, errno: Errno) -> LaunchError {
+    let error = match errno {
+        Errno::LOOP | Errno::NOTDIR | Errno::ISDIR | Errno::XDEV => {
+            let text = format!("the image has something else at {path}: {errno}");
+            LaunchError::field("layers", text).with("step", step)
+        }
+        _ => LaunchError::step(step, &errno.into()),
+    };
+    error.with("path", path)
+}
+
+/// Puts a mount in its place.
+fn put(mounted: &OwnedFd, at: &OwnedFd, path: &str) -> Result<()> {
+    let put = attach(mounted.as_fd(), at.as_fd()).step("init.attach");
+    put.map_err(|error| error.with("path", path))
 }
 
 fn make_directories(path: &str) -> Result<()> {
@@ -223,8 +243,7 @@ fn make_directories(path: &str) -> Result<()> {
             Err(error) => return Err(error).step("init.mkdir"),
         }
         at = openat2(&at, part, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
-            .step("init.mkdir")
-            .map_err(|error| error.with("path", path))?;
+            .map_err(|errno| no_target("init.mkdir", path, errno))?;
     }
     Ok(())
 }
@@ -239,20 +258,18 @@ fn attach_system(staged: &Staged, sys: &OwnedFd) -> Result<()> {
         ("/dev/mqueue", &staged.mqueue),
     ];
     for (path, mounted) in places {
-        let at = directory(path)?;
-        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+        put(mounted, &directory(path)?, path)?;
     }
     Ok(())
 }
 
 fn attach_plan(plan: &SandboxPlan, staged: &Staged) -> Result<()> {
     for (spec, mounted) in plan.tmpfs.iter().zip(&staged.tmpfs) {
-        let at = directory(&spec.path)?;
-        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+        put(mounted, &directory(&spec.path)?, &spec.path)?;
     }
     for (path, mounted) in plan.files.keys().zip(&staged.files) {
         let at = file_target(path).map_err(|error| error.with("path", path.as_str()))?;
-        attach(mounted.as_fd(), at.as_fd()).step("init.attach")?;
+        put(mounted, &at, path)?;
     }
     Ok(())
 }
@@ -271,7 +288,7 @@ fn file_target(path: &str) -> Result<OwnedFd> {
             make_directories(parent)?;
             open().step(step)?
         }
-        other => other.step(step)?,
+        other => other.map_err(|errno| no_target(step, path, errno))?,
     };
     let plain = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let look = || {
@@ -284,8 +301,11 @@ fn file_target(path: &str) -> Result<OwnedFd> {
         )
     };
     match look() {
-        Ok(found) if !is_link(&found)? => return Ok(found),
-        Ok(_) => unlinkat(&parent_fd, name, AtFlags::empty()).step(step)?,
+        Ok(found) => match kind(&found)? {
+            FileType::Symlink => unlinkat(&parent_fd, name, AtFlags::empty()).step(step)?,
+            FileType::Directory => return Err(no_target(step, path, Errno::ISDIR)),
+            _ => return Ok(found),
+        },
         Err(Errno::NOENT) => {}
         Err(error) => return Err(error).step(step),
     }
@@ -295,9 +315,26 @@ fn file_target(path: &str) -> Result<OwnedFd> {
     look().step(step)
 }
 
-fn is_link(fd: &OwnedFd) -> Result<bool> {
+fn kind(fd: &OwnedFd) -> Result<FileType> {
     let stat = rustix::fs::fstat(fd).step("init.stat")?;
-    Ok(FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
+    Ok(FileType::from_raw_mode(stat.st_mode))
+}
+
+/// System V shared memory stays when its programs have ended, so it may take half of the memory at most:
+/// `kernel.shmall`, which belongs to the IPC namespace, before /proc/sys becomes read-only.
+fn bound_shared_memory(memory_bytes: u64) -> Result<()> {
+    if memory_bytes == 0 {
+        return Ok(());
+    }
+    let pages = memory_bytes / 2 / rustix::param::page_size() as u64;
+    match write_proc("/proc/sys/kernel/shmall", &pages.to_string()) {
+        Err(error) => match error.raw_os_error() {
+            // Before 6.9 it is the host's root alone who may; without System V IPC there is no such file.
+            Some(libc::EACCES | libc::EPERM | libc::ENOENT) => Ok(()),
+            _ => Err(error).step("init.shmall"),
+        },
+        Ok(()) => Ok(()),
+    }
 }
 
 fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {

@@ -1,14 +1,18 @@
 //! A pool of loopback-only network namespaces owned by the initial user namespace.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{sync_channel, Receiver, RecvTimeoutError, SyncSender};
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
+use dsec_sys::mount::{NODEV, NOEXEC, NOSUID};
 use dsec_sys::{net, process};
+use rustix::fs::{openat, Mode, OFlags};
 
+use crate::mounting;
 use crate::plan::{Code, LaunchError, Result, Step};
 
 /// Namespaces kept ready by default; one costs about 0.2 MB and 0.25 ms to make.
@@ -20,9 +24,14 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// Capabilities inside do not reach a namespace the initial user namespace owns, so what root inside
 /// expects of them is granted to everyone: low ports and ping sockets.
 const SETTINGS: [(&str, &str); 2] = [
-    ("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0"),
-    ("/proc/sys/net/ipv4/ping_group_range", "0 4294967294"),
+    ("sys/net/ipv4/ip_unprivileged_port_start", "0"),
+    ("sys/net/ipv4/ping_group_range", "0 4294967294"),
 ];
+
+/// Namespaces set up through one instance of procfs. In each instance the directories `sys/net` of all
+/// namespaces lie in one hash chain, by name: looking one up in the host's /proc costs by the sandboxes
+/// that live (5 ms at 2,800 of them), in a fresh instance next to nothing.
+const PER_PROC: usize = 32;
 
 /// Filled by one background thread (`unshare` moves only that thread; nothing is forked). The thread
 /// ends with the pool.
@@ -62,14 +71,31 @@ impl NetnsPool {
 
 fn fill(give: &SyncSender<Result<OwnedFd>>) {
     // A failure is handed to whoever asks next, once for each attempt: the queue bounds the retries.
-    while give.send(make()).is_ok() {}
+    loop {
+        let proc = match mounting::make("netns.proc", c"proc", &[], NOSUID | NODEV | NOEXEC) {
+            Ok(proc) => proc,
+            Err(error) => match give.send(Err(error)) {
+                Ok(()) => continue,
+                Err(_) => return,
+            },
+        };
+        for _ in 0..PER_PROC {
+            if give.send(make(proc.as_fd())).is_err() {
+                return;
+            }
+        }
+    }
 }
 
-fn make() -> Result<OwnedFd> {
+fn make(proc: BorrowedFd<'_>) -> Result<OwnedFd> {
     process::unshare(process::NEW_NET).step("netns.unshare")?;
     net::loopback_up().step("netns.loopback")?;
     for (file, value) in SETTINGS {
-        std::fs::write(file, value).step("netns.sysctl")?;
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+        let opened = openat(proc, file, flags, Mode::empty()).step("netns.sysctl")?;
+        File::from(opened)
+            .write_all(value.as_bytes())
+            .step("netns.sysctl")?;
     }
     let file = File::open("/proc/thread-self/ns/net").step("netns.open")?;
     Ok(file.into())

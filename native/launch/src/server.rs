@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use dsec_sys::{cred, mount, process};
+use dsec_sys::{cred, mount, net, process};
 use rustix::fs::{openat, Mode, OFlags, CWD};
 
 use crate::cgroup::{Cgroups, INIT};
@@ -22,8 +22,9 @@ use crate::wire::{self, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
 const FILTERS_MAX: usize = 64;
-/// The kernel should end others first; inits keep this, runs go back to 0.
-const OOM_SCORE: &str = "-900";
+/// Never ended for want of memory: inits keep this, runs go back to 0. A sandbox whose memory is full of
+/// what no process holds (tmpfs, shared memory) would otherwise lose its init to the next charge.
+const OOM_SCORE: &str = "-1000";
 
 /// Our directory in each hierarchy, as descriptors: the launcher's mount namespace has no cgroups.
 #[derive(Debug)]
@@ -84,7 +85,10 @@ pub(crate) struct Server {
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
     pub hidden: Hidden,
-    raised: bool,
+    /// For all sandboxes; of a network namespace that lives as long as we do.
+    pub sys: OwnedFd,
+    _sys_net: OwnedFd,
+    lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
 
@@ -120,10 +124,11 @@ fn start(arguments: &[String]) -> Result<Server> {
     let own_net = open(Path::new("/proc/self/ns/net"))?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
     let cgroups = CgroupDirs::open(&Cgroups::open(cgroup)?)?;
-    // Without CAP_SYS_RESOURCE nothing changes, and nothing has to be undone in runs.
-    let raised = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
+    // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
+    let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.
     let hidden = Hidden::find();
+    let (sys, sys_net) = sysfs(&own_net)?;
     rustix::process::umask(Mode::empty());
     empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
@@ -140,9 +145,21 @@ fn start(arguments: &[String]) -> Result<Server> {
         own_pid,
         cgroups,
         hidden,
-        raised,
+        sys,
+        _sys_net: sys_net,
+        lowered,
         filters: HashMap::new(),
     })
+}
+
+/// A sysfs that shows a network namespace with nothing but loopback, as every sandbox has one.
+fn sysfs(own_net: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+    process::unshare(process::NEW_NET).step("launcher.unshare_net")?;
+    net::loopback_up().step("launcher.loopback")?;
+    let net = File::open("/proc/self/ns/net").step("launcher.open")?;
+    let sys = create::own_sysfs()?;
+    process::setns(own_net.as_fd(), process::NEW_NET).step("launcher.setns_back")?;
+    Ok((sys, net.into()))
 }
 
 impl Server {
@@ -192,7 +209,7 @@ impl Server {
                     filter: &filter,
                     fds,
                     tasks: self.cgroups.tasks(&memory, &sandbox)?,
-                    raised: self.raised,
+                    lowered: self.lowered,
                 };
                 let leaf = self.cgroups.leaf(&cgroup)?;
                 let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;

@@ -80,15 +80,6 @@ pub(crate) const ALLOWED: &[(&str, u32)] = &[
     ("inotify_add_watch", libc::SYS_inotify_add_watch as u32),
     ("inotify_init1", libc::SYS_inotify_init1 as u32),
     ("inotify_rm_watch", libc::SYS_inotify_rm_watch as u32),
-    ("io_cancel", libc::SYS_io_cancel as u32),
-    ("io_destroy", libc::SYS_io_destroy as u32),
-    ("io_getevents", libc::SYS_io_getevents as u32),
-    #[cfg(target_arch = "x86_64")]
-    ("io_pgetevents", 333),
-    #[cfg(target_arch = "aarch64")]
-    ("io_pgetevents", 292),
-    ("io_setup", libc::SYS_io_setup as u32),
-    ("io_submit", libc::SYS_io_submit as u32),
     ("ioctl", libc::SYS_ioctl as u32),
     ("ioprio_get", libc::SYS_ioprio_get as u32),
     ("ioprio_set", libc::SYS_ioprio_set as u32),
@@ -364,7 +355,8 @@ pub(crate) const ALLOWED: &[(&str, u32)] = &[
     ("removexattrat", 466),
 ];
 
-/// Known and refused: mounting, modules, keys, tracing of the kernel, other namespaces, time, power.
+/// Known and refused: mounting, modules, keys, tracing of the kernel, other namespaces, time, power,
+/// asynchronous input and output.
 pub(crate) const KNOWN_DENIED: &[(&str, u32)] = &[
     ("acct", libc::SYS_acct as u32),
     ("add_key", libc::SYS_add_key as u32),
@@ -375,6 +367,15 @@ pub(crate) const KNOWN_DENIED: &[(&str, u32)] = &[
     ("finit_module", libc::SYS_finit_module as u32),
     ("get_mempolicy", libc::SYS_get_mempolicy as u32),
     ("init_module", libc::SYS_init_module as u32),
+    ("io_cancel", libc::SYS_io_cancel as u32),
+    ("io_destroy", libc::SYS_io_destroy as u32),
+    ("io_getevents", libc::SYS_io_getevents as u32),
+    #[cfg(target_arch = "x86_64")]
+    ("io_pgetevents", 333),
+    #[cfg(target_arch = "aarch64")]
+    ("io_pgetevents", 292),
+    ("io_setup", libc::SYS_io_setup as u32),
+    ("io_submit", libc::SYS_io_submit as u32),
     ("kcmp", libc::SYS_kcmp as u32),
     ("kexec_file_load", libc::SYS_kexec_file_load as u32),
     ("kexec_load", libc::SYS_kexec_load as u32),
@@ -442,4 +443,17 @@ pub(crate) const KNOWN_DENIED: &[(&str, u32)] = &[
     ("lsm_set_self_attr", 460),
     ("lsm_list_modules", 461),
     ("open_tree_attr", 467),
+];
+
+/// Of those refused the ones that are said not to exist, as programs then fall back to older ways:
+/// `clone3` to `clone`, `io_setup` and its family (one program could use up fs.aio-max-nr, which is one
+/// number for the whole machine) to threads or plain reads and writes.
+pub(crate) const ABSENT: &[&str] = &[
+    "clone3",
+    "io_setup",
+    "io_destroy",
+    "io_submit",
+    "io_cancel",
+    "io_getevents",
+    "io_pgetevents",
 ];

@@ -65,6 +65,8 @@ pub trait Place: Send + Sync {
     /// SIGKILL to everything. Never waits: the event loop calls it.
     fn kill(&self) -> Result<()>;
     fn usage(&self) -> Result<Usage>;
+    /// Processes of it that were killed for want of memory.
+    fn oom_kills(&self) -> u64;
     /// Kills what lives and removes everything. Idempotent.
     fn release(&self, deadline: Duration) -> Result<()>;
 }

@@ -240,6 +240,10 @@ impl Place for PlainPlace {
         Ok(Usage::default())
     }
 
+    fn oom_kills(&self) -> u64 {
+        0
+    }
+
     fn release(&self, deadline: Duration) -> Result<()> {
         let start = Instant::now();
         while self.dir.exists() {

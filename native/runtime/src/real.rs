@@ -223,6 +223,10 @@ impl Place for RealPlace {
         self.shared.assembly.usage(&self.cgroup, &self.upper)
     }
 
+    fn oom_kills(&self) -> u64 {
+        self.cgroup.oom_kills()
+    }
+
     fn release(&self, deadline: Duration) -> Result<()> {
         self.shared
             .assembly

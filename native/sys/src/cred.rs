@@ -78,6 +78,12 @@ pub fn set_ids(uid: u32, gid: u32) -> io::Result<()> {
     }
 }
 
+/// The effective user id alone, and with it that of file systems.
+pub fn set_effective_uid(uid: u32) -> io::Result<()> {
+    // SAFETY: plain integers; -1 leaves an id as it is.
+    check(unsafe { libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX) }).map(drop)
+}
+
 pub fn set_groups(groups: &[u32]) -> io::Result<()> {
     // SAFETY: pointer and length belong together.
     check(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) }).map(drop)

@@ -165,23 +165,21 @@ pub fn exec(path: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
 
 /// Every signal back to its default action, none blocked: what a program expects at its start.
 pub fn reset_signals() {
-    /// The kernel's structure, all zeros: the default action, no flags, nothing blocked.
-    const DEFAULT: [u64; 4] = [0; 4];
-    /// Bytes of the kernel's signal set.
-    const SET_BYTES: usize = 8;
-    const LAST: i32 = 64;
-    // SAFETY: the structures are valid and initialised; the kernel reads one and writes none. The raw
-    // call because the C library refuses the two signals it uses itself (32 and 33), which may have been
-    // inherited as ignored. SIGKILL and SIGSTOP are refused by the kernel, and need nothing.
+    // The kernel's own call: the library's refuses the two signals it keeps for itself (32 and 33), and
+    // ignored ones would stay ignored in the program. A structure of zeros is SIG_DFL without flags.
+    let default = [0u64; 4];
+    let mask_bytes = std::mem::size_of::<u64>();
+    // SAFETY: the kernel's structure is a pointer, flags, a pointer and a mask of 64 bits.
     unsafe {
-        for signal in 1..=LAST {
-            let none = ptr::null_mut::<u64>();
+        for signal in 1..=libc::SIGRTMAX() {
+            // Refused for SIGKILL and SIGSTOP, which cannot be ignored.
+            let old = ptr::null_mut::<u64>();
             libc::syscall(
                 libc::SYS_rt_sigaction,
                 signal,
-                DEFAULT.as_ptr(),
-                none,
-                SET_BYTES,
+                default.as_ptr(),
+                old,
+                mask_bytes,
             );
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
@@ -326,4 +324,31 @@ pub fn set_undumpable() -> io::Result<()> {
 pub fn trim_heap() {
     // SAFETY: no memory of ours is involved.
     unsafe { libc::malloc_trim(0) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_signal_is_reset() {
+        // As a program inherits them from whoever ignored them with the kernel's own call.
+        let ignore = [libc::SIG_IGN as u64, 0, 0, 0];
+        for signal in [libc::SIGUSR1, 32, 33, libc::SIGRTMAX()] {
+            let old = ptr::null_mut::<u64>();
+            // SAFETY: as in `reset_signals`.
+            let done = unsafe {
+                libc::syscall(libc::SYS_rt_sigaction, signal, ignore.as_ptr(), old, 8usize)
+            };
+            assert_eq!(done, 0, "{signal}");
+        }
+        reset_signals();
+        let status = std::fs::read_to_string("/proc/thread-self/status").expect("status");
+        let of = |name: &str| {
+            let mut lines = status.lines().filter_map(|line| line.strip_prefix(name));
+            lines.next().map(|value| value.trim().to_owned())
+        };
+        let none = Some("0".repeat(16));
+        assert_eq!((of("SigIgn:"), of("SigBlk:")), (none.clone(), none));
+    }
 }

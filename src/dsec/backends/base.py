@@ -136,6 +136,13 @@ class Guest(Protocol):
         """Free the kept result; idempotent. Conflict: it is still running."""
         ...
 
+    def discard(self, process_id: str) -> None:
+        """As `forget`, soon and without an answer: what cannot be done now is left to the bound on kept results.
+
+        After every run a node has recorded: waiting for an answer that nobody looks at would cost as much as a call.
+        """
+        ...
+
 
 class Runtime(Protocol):
     """One running sandbox."""

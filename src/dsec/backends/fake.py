@@ -240,12 +240,15 @@ class FakeGuest:
     async def forget(self, process_id: str) -> None:
         await self._world.faults.visit("forget", self._world.clock)
         run = self._sandbox.runs.get(process_id)
-        if run is None:
-            return
-        if run.alive:
+        if run is not None and run.alive:
             raise Conflict(f"process {process_id} is still running; kill it or wait for it first")
-        self._sandbox.cpu_s += run.cpu_s
-        del self._sandbox.runs[process_id]
+        self.discard(process_id)
+
+    def discard(self, process_id: str) -> None:
+        run = self._sandbox.runs.get(process_id)
+        if run is not None and not run.alive:
+            self._sandbox.cpu_s += run.cpu_s
+            del self._sandbox.runs[process_id]
 
 
 class FakeRuntime:

@@ -138,7 +138,10 @@ class LayerStore:
             "debootstrap": self._from_debootstrap,
         }.get(scheme)
         if scheme == "store" and found:
-            return self._adopt(rest, name)
+            try:
+                return self._adopt(rest, name)
+            except OSError as error:
+                raise _translated(error, source) from error
         if importer is None or not rest:
             raise InvalidSpec.field(
                 "source", source, "dir:/path, tar:/path, erofs:/path, store:/state/dir#ref or debootstrap:SUITE"
@@ -146,15 +149,14 @@ class LayerStore:
         refs = _refs_for(name)
         if role not in ROLES:
             raise InvalidSpec.field("role", role, ", ".join(ROLES))
-        with self._staging() as staging:
-            job = _Job(staging, whiteouts, progress, cancel)
-            try:
-                made = importer(rest, job)
-            except OSError as error:
-                raise _translated(error, source) from error
-            failpoint.at("layer.made")
-            row = Row("", 0, time.time(), role, made.source or source, config or made.config)
-            layer, existed = self._publish(made.image, row, refs)
+        try:
+            with self._staging() as staging:
+                made = importer(rest, _Job(staging, whiteouts, progress, cancel))
+                failpoint.at("layer.made")
+                row = Row("", 0, time.time(), role, made.source or source, config or made.config)
+                layer, existed = self._publish(made.image, row, refs)
+        except OSError as error:
+            raise _translated(error, source) from error
         return Imported(layer, existed, made.report)
 
     def import_layer(self, request: Request, progress: Progress) -> LayerInfo:
@@ -217,7 +219,7 @@ class LayerStore:
             raise InvalidSpec.field("source", f"dir:{rest}", "an absolute path of a directory")
         if path.resolve() in (self._dir.resolve(), *self._dir.resolve().parents):
             raise InvalidSpec.field("source", f"dir:{rest}", "a directory that does not hold the layer store")
-        image, report = job.build(f"dir:{rest}", directory=rest)
+        image, report = job.build(f"dir:{rest}", directory=str(path.resolve()))
         return _Made(image, report, Config(), None)
 
     def _from_tar(self, rest: str, job: _Job) -> _Made:
@@ -379,6 +381,8 @@ def _refs_for(name: str | None) -> tuple[Ref, ...]:
 def _translated(error: OSError, source: str) -> DsecError | OSError:
     if isinstance(error, DsecError):
         return error
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return InvalidSpec.field("source", source, f"a path that can be opened ({error.strerror})")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NodeDiskFull(f"importing {source}: the node's disk is full: {error}")
     return error

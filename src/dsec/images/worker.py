@@ -54,7 +54,10 @@ def main() -> None:
     except MkfsError as error:
         message = Message(failed=str(error), content_bytes=admission.report().content_bytes)
     except OSError as error:
-        message = Message(failed=f"{error.strerror or error}: {error.filename or 'the stream'}")
+        if error.errno is None:  # not the system's: bz2 says so that its input is damaged
+            message = Message(refused=str(error))
+        else:
+            message = Message(failed=f"{error.strerror or error}: {error.filename or 'the stream'}")
     _say(message)
 
 
@@ -81,6 +84,9 @@ def _make(order: Order, admission: Admission) -> None:
                 process.stdin.close()
         except BaseException:
             process.kill()
+            # What is buffered for it can go nowhere; left to Popen, that would hide the error which ended it.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
             raise
         _check(process)
 

@@ -9,13 +9,17 @@ from typing import Final, Literal
 import msgspec
 
 from dsec.linux import cgroups, proc
+from dsec.model import limits
 
 GIB: Final = 1 << 30
 
 # Below these a node works, but not for long or not for many.
 DESCRIPTORS_LOW: Final = 16_384
-PID_MAX_LOW: Final = 32_768
-PTY_MAX_LOW: Final = 4096
+# What the kernel itself allows at most on 64 bits.
+PID_MAX_HIGHEST: Final = 4_194_304
+# What the machine needs besides sandboxes. For terminals it is kernel.pty.reserve, which only the host may use.
+PIDS_ASIDE: Final = 4096
+PTYS_ASIDE: Final = 1024
 DISK_LOW_BYTES: Final = 4 * GIB
 DISK_LOW_INODES: Final = 100_000
 
@@ -81,16 +85,29 @@ def _descriptors() -> Finding:
     return _at_least("descriptors", proc.descriptors_max(), DESCRIPTORS_LOW, advice)
 
 
+def _backed(root: Path) -> int:
+    """How many default sandboxes the memory backs without overcommitment: so many may use all they were promised."""
+    return max(proc.memory(root).total // (limits.MEMORY_DEFAULT_MIB * limits.MIB), 1)
+
+
 def _processes(root: Path) -> Finding:
-    value = proc.pid_max(root)
-    advice = "shared by all sandboxes: sysctl kernel.pid_max=4194304 kernel.threads-max=4194304"
-    return _at_least("processes", value, PID_MAX_LOW, advice)
+    count = _backed(root)
+    low = min(count * limits.PIDS_DEFAULT + PIDS_ASIDE, PID_MAX_HIGHEST)
+    advice = (
+        f"{count} default sandboxes may use {limits.PIDS_DEFAULT} each, and when they have used all of them up nothing "
+        f"starts in any sandbox: sysctl kernel.pid_max={PID_MAX_HIGHEST} kernel.threads-max={PID_MAX_HIGHEST}"
+    )
+    return _at_least("processes", proc.pid_max(root), low, advice)
 
 
 def _terminals(root: Path) -> Finding:
-    return _at_least(
-        "terminals", proc.pty_max(root), PTY_MAX_LOW, "shared by all sandboxes: sysctl kernel.pty.max=16384"
+    count = _backed(root)
+    low = count * limits.PTY_MAX + PTYS_ASIDE
+    advice = (
+        f"{count} default sandboxes may use {limits.PTY_MAX} each, and when they have used all of them up no other can "
+        f"open one: sysctl kernel.pty.max={low}"
     )
+    return _at_least("terminals", proc.pty_max(root), low, advice)
 
 
 def _disk(state_dir: Path) -> Finding:

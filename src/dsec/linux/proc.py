@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from dsec.model.limits import KIB
+
 PROC: Final = Path("/proc")
+_MEMORY: Final = re.compile(rb"^(MemTotal|MemAvailable|SwapTotal|SwapFree):\s*(\d+)", re.MULTILINE)
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -32,12 +36,9 @@ class Disk(msgspec.Struct, frozen=True):
 
 def memory(proc: Path = PROC) -> Memory:
     """Memory now. Costs about 30 us."""
-    fields = {}
-    for line in (proc / "meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        number, _, unit = rest.strip().partition(" ")
-        fields[name] = int(number) * (1024 if unit == "kB" else 1)
-    return Memory(fields["MemTotal"], fields["MemAvailable"], fields.get("SwapTotal", 0), fields.get("SwapFree", 0))
+    # Four of some sixty lines: parsing them all cost more than the kernel takes to write them.
+    fields = {name: int(kib) * KIB for name, kib in _MEMORY.findall((proc / "meminfo").read_bytes())}
+    return Memory(fields[b"MemTotal"], fields[b"MemAvailable"], fields.get(b"SwapTotal", 0), fields.get(b"SwapFree", 0))
 
 
 def disk(path: Path) -> Disk:

@@ -13,6 +13,9 @@ LABELS_MAX: Final = 64
 LABEL_KEY_MAX_CHARS: Final = 64
 LABEL_VALUE_MAX_CHARS: Final = 256
 ENV_MAX_ENTRIES: Final = 1024
+NETWORK_RULES_MAX: Final = 256
+# References to images and snapshots, which their registries check further.
+SOURCE_MAX_CHARS: Final = 1024
 
 # What the kernel takes: MAX_ARG_STRLEN for one string; a quarter of the stack limit (8 MiB) for all.
 ARG_MAX_BYTES: Final = 128 * KIB - 1

@@ -77,6 +77,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _number("wait_s", self.wait_s, 0, limits.WAIT_MAX_S)
         check_env(self.env)
         check_labels(self.labels)
+        check_network(self.network)
         if self.cwd is not None:
             check_path("cwd", self.cwd)
         if self.user is not None:
@@ -194,6 +195,14 @@ def check_labels(labels: Mapping[str, str]) -> None:
             )
 
 
+def check_network(network: Mapping[str, bool]) -> None:
+    """Raises InvalidSpec unless number and names of the rules are within the limits."""
+    if len(network) > limits.NETWORK_RULES_MAX:
+        raise InvalidSpec.field("network", f"{len(network)} rules", f"at most {limits.NETWORK_RULES_MAX}")
+    for name in network:
+        ids.check_name(name, "network")
+
+
 def check_path(field: str, path: str) -> None:
     """Raises InvalidSpec unless it is an absolute path the kernel can take."""
     if not path.startswith("/") or "\0" in path or len(os_bytes(field, path)) > limits.PATH_MAX_BYTES:
@@ -229,6 +238,10 @@ def _check_source(spec: Spec) -> None:
         ref = getattr(spec, field)
         if ref is not None:
             ids.check_layer_ref(ref, field)
+    for field in ("image", "snapshot"):
+        ref = getattr(spec, field)
+        if ref is not None and not 0 < len(ref) <= limits.SOURCE_MAX_CHARS:
+            raise InvalidSpec.field(field, ref, f"1 to {limits.SOURCE_MAX_CHARS} letters")
     if len(spec.toolkits) + 2 > limits.LAYERS_MAX:
         raise InvalidSpec.field("toolkits", f"{len(spec.toolkits)} toolkits", f"at most {limits.LAYERS_MAX - 2}")
     for ref in spec.toolkits:

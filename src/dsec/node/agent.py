@@ -13,7 +13,7 @@ import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
 from dsec.model.errors import InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
-from dsec.model.specs import RunSpec, Spec, check_labels
+from dsec.model.specs import RunSpec, Spec, check_labels, check_network
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
 from dsec.node.box import SELECT, Box, read_row
@@ -261,6 +261,7 @@ class Node:
 
     async def set_network(self, ref: str, network: dict[str, bool], key: str | None = None) -> SandboxInfo:
         """Only "nothing may be reached" is possible yet; anything else is refused."""
+        check_network(network)
         box = await self._ready(ref)
         allowed = sorted(name for name, open_ in network.items() if open_)
         if allowed:
@@ -403,4 +404,5 @@ class Node:
 
     async def import_layer(self, request: ImportRequest, progress: Callable[[str], None]) -> LayerInfo:
         """Make a layer; minutes for a whole distribution. The same content again is the same layer."""
+        request.check()
         return await asyncio.to_thread(self.core.layers.import_layer, request, progress)

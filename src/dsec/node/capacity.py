@@ -15,7 +15,9 @@ from dsec.node.clock import Clock
 RESERVE_FRACTION: Final = 0.05
 MEMORY_RESERVE_MIB: Final = 512.0
 DISK_RESERVE_MIB: Final = 2048.0
-PIDS_RESERVE: Final = 2048.0
+# Twice what the cgroup of all sandboxes leaves to the rest of the machine (PIDS_LEFT): when sandboxes have used theirs
+# up, no further one is let in to find that nothing can be started in it.
+PIDS_RESERVE: Final = 4096.0
 DESCRIPTORS_RESERVE: Final = 512.0
 
 # How far promises may exceed what is there. Sandboxes use a small part of their limits, most of them are idle, and an
@@ -26,7 +28,7 @@ _GAUGE_AGE_S: Final = 0.1  # reading /proc/meminfo costs 30 us: not for each of 
 
 
 class MachineGauge:
-    """What is free on this machine now: memory, and disk where the uppers lie."""
+    """What is free on this machine now: memory, disk where the uppers lie, and numbers for processes."""
 
     def __init__(self, state_dir: Path, clock: Clock) -> None:
         self._state_dir = state_dir
@@ -38,7 +40,11 @@ class MachineGauge:
         now = self._clock.boot()
         if now - self._read_at > _GAUGE_AGE_S:
             disk = proc.disk(self._state_dir)
-            self._free = {"memory_mib": proc.memory().available / MIB, "disk_mib": disk.available / MIB}
+            self._free = {
+                "memory_mib": proc.memory().available / MIB,
+                "disk_mib": disk.available / MIB,
+                "pids": float(proc.pid_max() - proc.processes()),
+            }
             self._read_at = now
         return self._free
 
@@ -57,11 +63,12 @@ def machine_room(state_dir: Path, overcommit: Mapping[str, float]) -> Room:
     keep_free = {
         "memory_mib": max(MEMORY_RESERVE_MIB, memory_mib * RESERVE_FRACTION),
         "disk_mib": max(DISK_RESERVE_MIB, disk_mib * RESERVE_FRACTION),
+        "pids": PIDS_RESERVE,
     }
     base = {
         "memory_mib": memory_mib - keep_free["memory_mib"],
         "disk_mib": disk_mib - keep_free["disk_mib"],
-        "pids": proc.pid_max() - PIDS_RESERVE,
+        "pids": proc.pid_max() - keep_free["pids"],
         "descriptors": proc.descriptors_max() - DESCRIPTORS_RESERVE,
     }
     factors = {**OVERCOMMIT, **overcommit}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import ssl
@@ -108,12 +109,22 @@ def _factor(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r}: RESOURCE=FACTOR, for example memory_mib=4") from error
 
 
+def default_cgroup(run_dir: Path) -> str:
+    """The cgroup of a node that was given none: `dsec`, or a name made from a run directory of its own."""
+    return CGROUP if run_dir == RUN_DIR else f"{CGROUP}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a node; each has its default from the environment."""
     env = os.environ.get
     parser.add_argument("--run-dir", type=Path, default=Path(env("DSEC_RUN_DIR") or RUN_DIR))
     parser.add_argument("--state-dir", type=Path, default=Path(env("DSEC_STATE_DIR") or STATE_DIR))
-    parser.add_argument("--cgroup", default=env("DSEC_CGROUP") or CGROUP)
+    parser.add_argument(
+        "--cgroup",
+        default=env("DSEC_CGROUP"),
+        help="below the root of each hierarchy; default: a name "
+        "of the run directory's own, so that two nodes never share one by accident",
+    )
     parser.add_argument("--node", default=env("DSEC_NODE") or default_name(), help="the node's name")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeat for several; default container")
     parser.add_argument("--listen", type=_address, metavar="HOST:PORT", help="also listen on TCP")
@@ -135,12 +146,12 @@ def from_namespace(given: argparse.Namespace) -> NodeConfig:
     return NodeConfig(
         run_dir=given.run_dir.absolute(),
         state_dir=given.state_dir.absolute(),
-        cgroup=given.cgroup,
+        cgroup=given.cgroup or default_cgroup(given.run_dir.absolute()),
         node=given.node,
         backends=tuple(given.backend or ("container",)),
         listen=given.listen,
-        tls_cert=given.tls_cert,
-        tls_key=given.tls_key,
+        tls_cert=given.tls_cert and given.tls_cert.absolute(),
+        tls_key=given.tls_key and given.tls_key.absolute(),
         overcommit=dict(given.overcommit),
         log_level=given.log_level,
     ).check()

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from dsec.model.specs import DEFAULT_BASE, Spec
+from dsec.model.specs import DEFAULT_BASE, Spec, check_env, check_path, check_user
 from dsec.model.states import LayerInfo
 
 Role = Literal["base", "workspace", "toolkit"]
@@ -22,6 +22,14 @@ class ImportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     env: dict[str, str] = {}
     cwd: str | None = None
     user: str | None = None
+
+    def check(self) -> None:
+        """Raises InvalidSpec naming the field that is wrong: what a layer sets, every run in it inherits."""
+        check_env(self.env)
+        if self.cwd is not None:
+            check_path("cwd", self.cwd)
+        if self.user is not None:
+            check_user(self.user)
 
 
 class Layers(Protocol):

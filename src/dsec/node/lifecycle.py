@@ -8,7 +8,7 @@ from typing import Final
 
 from dsec.backends.base import Exit, Runtime
 from dsec.model import failpoint
-from dsec.model.errors import DsecError, SandboxLost
+from dsec.model.errors import DsecError, NodeDiskFull, SandboxLost
 from dsec.model.states import EndReason, SandboxInfo, State
 from dsec.node import box as boxes
 from dsec.node.box import Box
@@ -61,7 +61,7 @@ class Lifecycle:
     async def _stop(self, box: Box, reason: EndReason, grace_s: float) -> SandboxInfo:
         try:
             box.change(state="stopping", end_reason=box.info.end_reason or reason)
-            await self._core.store.commit(box.row(), durable=False)
+            await self._mark(box)
             failpoint.at("stop.marked")
             if box.runtime is not None:  # None: its creation failed, and so did undoing it
                 await box.runtime.stop(grace_s=grace_s)
@@ -70,6 +70,13 @@ class Lifecycle:
         except (DsecError, failpoint.Injected) as error:
             self._again(box, error)
             raise
+
+    async def _mark(self, box: Box) -> None:
+        try:
+            await self._core.store.commit(box.row(), durable=False)
+        except NodeDiskFull as error:
+            # To stop is what makes room. Without the mark an agent that dies now calls it lost instead of stopped.
+            log.warning("sandbox %s is stopped without a note of it: %s", box.id, error)
 
     def _again(self, box: Box, error: Exception) -> None:
         # Not given up: it holds room and processes. The next caller, or the timer, tries again.

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from dsec.backends.base import LayerMount, RunPlan, StartPlan
+from dsec.model import limits
 from dsec.model.errors import Unsupported
 from dsec.model.limits import MIB
 from dsec.model.specs import RunSpec, Spec
@@ -91,6 +92,13 @@ def hosts_file(hostname: str) -> bytes:
     return (f"127.0.0.1\tlocalhost\n127.0.1.1\t{names}\n::1\tlocalhost ip6-localhost ip6-loopback\n").encode()
 
 
+def shm_bytes(memory_bytes: int) -> int:
+    """How much /dev/shm takes. What lies in it belongs to no process, so the end of a program does not free it:
+    with all of the memory in it nothing could run any more, and the kernel's last resort would be the sandbox's init.
+    """
+    return min(limits.SHM_DEFAULT_BYTES, memory_bytes // 2)
+
+
 def start_plan(sandbox_id: str, spec: Spec, layers: Sequence[Layer], online: Sequence[int], turn: int) -> StartPlan:
     """Everything a backend needs to start one sandbox."""
     hostname = spec.hostname or sandbox_id.rpartition("-")[2]
@@ -108,6 +116,7 @@ def start_plan(sandbox_id: str, spec: Spec, layers: Sequence[Layer], online: Seq
         memory_bytes=spec.memory_mib * MIB,
         disk_bytes=spec.disk_mib * MIB,
         pids=spec.pids,
+        shm_bytes=shm_bytes(spec.memory_mib * MIB),
         no_new_privs=spec.no_new_privs,
         files={
             "/etc/hosts": hosts_file(hostname),

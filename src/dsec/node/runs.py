@@ -170,11 +170,7 @@ class Runs:
         if not box.active:
             self._became_idle(box)
         if isinstance(answer, bytes) and box.guest is not None:
-            try:
-                await box.guest.forget(flight.process_id)
-            except DsecError as error:
-                # Only memory is at stake: the runtime drops what is delivered when it needs room.
-                log.debug("forget %s: %s", flight.process_id, error)
+            box.guest.discard(flight.process_id)
 
     async def _run(
         self, box: Box, key: str, flight: Flight, plan: RunPlan, sink: Sink | None, *, begun: bool
@@ -192,6 +188,7 @@ class Runs:
                     command=flight.command,
                 ),
                 durable=False,
+                alone=True,
             )
             failpoint.at("run.begun")
         try:

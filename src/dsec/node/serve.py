@@ -79,6 +79,32 @@ def lock(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def own_state(config: NodeConfig) -> Iterator[None]:
+    """Hold the state directory for this run directory. Raises Conflict while the node of another one uses it.
+
+    Two agents over one state would each take the other's sandboxes for lost, also when only the other's sandboxes live.
+    """
+    from dsec.backends.container.keeper import living_keeper
+
+    path = config.state_dir / "node.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        owner = os.fsdecode(os.pread(fd, 4096, 0).strip())
+        taken = f"the node of {owner} uses the state in {config.state_dir}; give this one DSEC_STATE_DIR"
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(taken) from error
+        if owner not in ("", str(config.run_dir)) and living_keeper(Path(owner)) is not None:
+            raise Conflict(f"{taken}, or end it: DSEC_RUN_DIR={owner} dsec down --stop-all")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, os.fsencode(config.run_dir) + b"\n", 0)
+        yield
+    finally:
+        os.close(fd)
+
+
 async def make_backends(config: NodeConfig) -> dict[str, Backend]:
     """The backends of a node, their native parts running."""
     backends: dict[str, Backend] = {}
@@ -168,7 +194,7 @@ def serve(config: NodeConfig) -> None:
     for directory in (config.run_dir, config.state_dir):
         directory.mkdir(parents=True, exist_ok=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with lock(config.pid_file):
+    with lock(config.pid_file), own_state(config):
         # What is imported by now lives as long as the process: the collector need not look at it again.
         gc.freeze()
         uvloop.run(run(config))

@@ -20,6 +20,7 @@ from dsec.model import limits
 from dsec.model.errors import Conflict, DeadlineExceeded, DsecError, Unavailable, Unknown, Unsupported
 from dsec.wire import frames, ops
 from dsec.wire import values as v
+from dsec.wire.discards import Discards
 from dsec.wire.frames import FrameError
 from dsec.wire.link import Link
 from dsec.wire.ops import Op
@@ -65,6 +66,7 @@ class RuntimeClient:
         self._connecting: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._waiting = 0
+        self._discards = Discards(self._forget)
         self._closed = False
         self._trouble = "not connected yet"
 
@@ -147,6 +149,10 @@ class RuntimeClient:
         """Free a kept result."""
         await self._call(ops.FORGET, v.RunRef(sandbox_id, run), sandbox_id)
 
+    def discard(self, sandbox_id: str, run: str) -> None:
+        """As `forget`, but with the next request or a little later, and without a word when it cannot be sent."""
+        self._discards.add(v.RunRef(sandbox_id, run))
+
     async def shutdown(self, *, restart: bool) -> None:
         """End the runtime; with `restart` the keeper starts the binary that is on disk now."""
         await self._last_words(ops.SHUTDOWN, v.ShutdownArgs(restart))
@@ -166,6 +172,7 @@ class RuntimeClient:
         """Close the connection; what was started goes on."""
         self._closed = True
         self._subscription = None
+        self._discards.close()
         self._up.set()
         if self._connecting is not None:
             self._connecting.cancel()
@@ -202,6 +209,7 @@ class RuntimeClient:
             await self._ready()
             if pending.future.done():  # too late
                 return
+        self._discards.flush()
         self._pending[pending.id] = pending
         pending.sent += 1
         link.send_frame(frame)
@@ -228,6 +236,11 @@ class RuntimeClient:
         link = self._link
         if count and link is not None and link.alive and request in self._pending:
             link.send(v.Request(next(self._ids), "run.ack", v.RunAck(request, count)))
+
+    def _forget(self, ref: v.RunRef) -> None:
+        link = self._link
+        if link is not None and link.alive and self._up.is_set():
+            link.send(v.Request(next(self._ids), ops.FORGET.name, ref))
 
     async def _last_words(self, op: Op[v.Nothing], args: Any) -> None:
         """An operation after which the runtime may be gone before it answers."""

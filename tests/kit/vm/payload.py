@@ -31,7 +31,6 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
     "PYTHONPYCACHEPREFIX": "/var/tmp/pycache",
     "DSEC_RUNTIME_BIN": f"{MOUNT}/{BIN}/dsec-runtime",
-    "DSEC_RUNTIME_BINARY": f"{MOUNT}/{BIN}/dsec-runtime",
     "DSEC_CACHE": "/var/cache/dsec",
     # A guest that cannot run a lane has failed it.
     "DSEC_REQUIRE": "contract,root,security",

@@ -142,12 +142,13 @@ def test_hostile_archives_are_refused_and_leave_nothing(
     assert store.list() == [] and leftovers(store) == []
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "cut gzip", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "cut gzip", "cut xz", "bad bzip2", "empty"])
 def test_damaged_archives_are_refused(store: LayerStore, tmp_path: Path, damage: str) -> None:
-    mode = "w:gz" if "gzip" in damage else "w"
+    mode = {"cut gzip": "w:gz", "cut xz": "w:xz"}.get(damage, "w")
     path = archive(tmp_path / "x.tar", member("a", data=os.urandom(100_000)), mode)
     content = path.read_bytes()
-    damaged = {"noise": os.urandom(5000), "empty": b""}.get(damage, content[: len(content) // 2])
+    known = {"noise": os.urandom(5000), "empty": b"", "bad bzip2": b"BZh9" + bytes(1000), "cut xz": content[:-10]}
+    damaged = known.get(damage, content[: len(content) // 2])
     path.write_bytes(damaged)
     with pytest.raises(InvalidSpec):
         store.import_tar(path)
@@ -299,6 +300,13 @@ def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path) -> None:
         store.import_dir(source)
     assert store.list() == [] and leftovers(store) == []
     (source / "random").write_bytes(b"small")
+    filler = small / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as opened:
+        while opened.write(bytes(4096)):
+            pass
+    with pytest.raises(NodeDiskFull):  # already when it makes its working directory
+        store.import_dir(source)
+    filler.unlink()
     assert store.import_dir(source).size_bytes > 0
 
 
@@ -330,8 +338,22 @@ def test_a_cancelled_import_ends_and_leaves_nothing(store: LayerStore, tmp_path:
     assert leftovers(store) == []
 
 
+def test_a_link_to_a_directory_is_that_directory(store: LayerStore, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tree)
+    assert store.import_source(f"dir:{tmp_path}/link").layer.digest == store.import_source(f"dir:{tree}").layer.digest
+
+
 @pytest.mark.parametrize(
-    "source", ["", "dir:", "dir:relative", "dir:/not/there", "tar:/etc", "ftp:/x", "debootstrap:../x", "store:/etc#a:1"]
+    "source",
+    [
+        *("", "dir:", "dir:relative", "dir:/not/there", "tar:/etc", "ftp:/x", "debootstrap:../x", "store:/etc#a:1"),
+        *(
+            f"{scheme}:/{name}"
+            for scheme in ("dir", "tar", "erofs", "store")
+            for name in ("x" * 300 + "#a", "y/" * 3000 + "#a")
+        ),
+    ],
+    ids=lambda source: source[:20],
 )
 def test_bad_sources_are_refused_by_field(store: LayerStore, source: str) -> None:
     with pytest.raises(InvalidSpec) as caught:

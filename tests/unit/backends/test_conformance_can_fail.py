@@ -70,6 +70,10 @@ async def forget_nothing(self: fake.FakeGuest, process_id: str) -> None:
     return None
 
 
+def discard_nothing(self: fake.FakeGuest, process_id: str) -> None:
+    return None
+
+
 async def always_a_new_run(self: fake.FakeGuest, plan: Any, *, sink: Any = None, started: Any = None) -> RunOutcome:
     box = self._sandbox
     run = fake_runs.FakeRun(plan, box.plan, box.directories, box.world.clock, box.world.next_pid())
@@ -127,6 +131,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "streams": (replaced(fake_runs.FakeRun, "write", write_everything_to_stdout), "output.both_streams_are_exact"),
     "ids": (replaced(fake.FakeGuest, "run", always_a_new_run), "idempotence.the_same_id_runs_once"),
     "forget": (replaced(fake.FakeGuest, "forget", forget_nothing), "idempotence.a_result_is_kept_until_forgotten"),
+    "discard": (
+        replaced(fake.FakeGuest, "discard", discard_nothing),
+        "idempotence.a_discarded_result_is_gone_soon",
+    ),
     "cancel": (
         replaced(fake.FakeGuest, "run", cancelled_with_its_caller),
         "idempotence.cancelling_a_call_stops_nothing",

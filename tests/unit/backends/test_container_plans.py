@@ -36,6 +36,14 @@ def test_a_sandbox() -> None:
     assert made.network == "loopback"
 
 
+def test_the_writable_part_is_of_a_kind_that_bounds_its_files() -> None:
+    bounded = v.UpperSpec(bytes=1 << 30, kind="auto", inodes=65_536)
+    assert plans.sandbox_plan(START, "ext4").upper == bounded
+    assert plans.sandbox_plan(START, "prjquota").upper == bounded
+    # Its files come out of its bytes: no number is asked for, so that the runtime need not take another kind.
+    assert plans.sandbox_plan(START, "btrfs").upper == v.UpperSpec(bytes=1 << 30, kind="btrfs", inodes=0)
+
+
 def test_a_limit_is_never_rounded_to_none() -> None:
     run = RunPlan(process_id="p-1", argv=(b"x",), env={}, cwd="/", user="root", timeout_s=0.0001)
     assert plans.run_start("s", run).timeout_ms == 1

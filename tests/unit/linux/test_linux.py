@@ -85,4 +85,13 @@ def test_the_doctor_says_what_to_do(tmp_path: Path) -> None:
     assert ill["core_pattern"].level == "warning"
     assert "as root on the host" in ill["core_pattern"].advice
     assert ill["processes"].level == "warning"
+    assert healthy["terminals"].level == "ok"
+    # Memory for 48 sandboxes: 48 * 4096 processes and 48 * 256 terminals are promised, and more than there are.
+    big = "MemTotal: 25165824 kB\nMemAvailable: 400 kB\n"
+    large = {f.name: f for f in doctor.examine(tmp_path, fake_proc(tmp_path / "c", meminfo=big))}
+    assert (large["processes"].level, large["terminals"].level) == ("warning", "warning")
+    assert "kernel.pty.max=13312" in large["terminals"].advice
+    raised = {"meminfo": big, "sys/kernel/threads-max": "4194304\n", "sys/kernel/pty/max": "13312\n"}
+    enough = {f.name: f for f in doctor.examine(tmp_path, fake_proc(tmp_path / "d", **raised))}
+    assert (enough["processes"].level, enough["terminals"].level) == ("ok", "ok")
     assert all(f.advice for f in ill.values() if f.level != "ok")

@@ -13,6 +13,7 @@ from dsec.model.errors import (
     InvalidSpec,
     InvalidState,
     LaunchFailed,
+    NodeDiskFull,
     NotFound,
     SandboxLost,
     Unavailable,
@@ -37,6 +38,30 @@ def test_create_run_stop(sim):
         assert (await s.node.get("a")).state == "stopped"
         with pytest.raises(InvalidState):
             await s.run(id_, ["true"])
+        s.check()
+        assert not s.world.inventory()
+
+    sim(scenario)
+
+
+def test_a_full_disk_does_not_keep_a_sandbox_from_being_stopped(sim, monkeypatch):
+    """What it holds is what fills the disk: it is released first, and then there is room to write that it was."""
+
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        store = s.node.core.store
+        commit = store.commit
+
+        def full(*statements: object, **options: object) -> object:
+            if not s.world.inventory():
+                return commit(*statements, **options)  # type: ignore[arg-type]  # passed on as it came
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(NodeDiskFull("full"))
+            return future
+
+        monkeypatch.setattr(store, "commit", full)
+        assert (await s.node.stop(id_)).state == "stopped"
+        monkeypatch.undo()
         s.check()
         assert not s.world.inventory()
 

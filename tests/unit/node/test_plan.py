@@ -38,6 +38,12 @@ def test_a_plan_is_complete():
     assert plans.start_plan("sbx-n1-abcdefghijklm", Spec(), layers, [0], 0).hostname == "abcdefghijklm"
 
 
+@pytest.mark.parametrize(("memory_mib", "shm_mib"), [(16, 8), (64, 32), (128, 64), (4096, 64)])
+def test_shared_memory_cannot_fill_the_memory(memory_mib: int, shm_mib: int) -> None:
+    plan = plans.start_plan("sbx-n1-abcdefghijklm", Spec(memory_mib=memory_mib), [], [0], 0)
+    assert plan.shm_bytes == shm_mib << 20
+
+
 @given(st.floats(0.01, 64), st.integers(1, 64), st.integers(0, 1000))
 def test_a_sandbox_sees_as_many_cpus_as_its_limit_rounded_up(cpu, machine, turn):
     online = list(range(0, 2 * machine, 2))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsec.backends.base import Handle
+from dsec.linux.flush import Done
 from dsec.model import failpoint
 from dsec.model.errors import NodeDiskFull, Unavailable
 from dsec.model.specs import Spec
@@ -100,9 +101,92 @@ def test_a_file_is_there_before_its_row_and_a_full_disk_has_its_own_error(tmp_pa
     asyncio.run(main())
 
 
+class ScriptedFlusher:
+    """Flushes when it is told to."""
+
+    def __init__(self, fd: int) -> None:
+        self.waiting: list[Done] = []
+
+    def start(self, done: Done) -> None:
+        self.waiting.append(done)
+
+    def end(self, error: OSError | None = None) -> None:
+        self.waiting.pop(0)(error)
+
+    def close(self) -> OSError | None:
+        return None
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedFlusher]:
+    made: list[ScriptedFlusher] = []
+
+    def make(fd: int) -> ScriptedFlusher:
+        made.append(ScriptedFlusher(fd))
+        return made[-1]
+
+    monkeypatch.setattr(store, "flusher", make)
+    return made
+
+
+def test_a_durable_change_waits_for_a_flush_that_began_after_it(tmp_path: Path, scripted: list[ScriptedFlusher]):
+    async def main() -> None:
+        s = Store(tmp_path)
+        first, quick = s.commit((PUT, ("a", "1"))), s.commit((PUT, ("q", "1")), durable=False)
+        await quick
+        second = s.commit((PUT, ("b", "1")))
+        await s.commit((PUT, ("q", "2")), durable=False)
+        assert len(scripted[0].waiting) == 1
+        scripted[0].end()
+        await asyncio.sleep(0)
+        # The second was written while the first's flush was under way, which may have missed it.
+        assert first.done()
+        assert not second.done()
+        assert not s.idle
+        scripted[0].end()
+        await second
+        assert s.idle
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_after_a_flush_that_failed_nothing_is_answered(tmp_path: Path, scripted: list[ScriptedFlusher]):
+    async def main() -> None:
+        s = Store(tmp_path)
+        change = s.commit((PUT, ("a", "1")))
+        await s.commit((PUT, ("q", "1")), durable=False)
+        scripted[0].end(OSError(5, "Input/output error"))
+        for refused in (change, s.commit((PUT, ("b", "1"))), s.commit((PUT, ("b", "1")), durable=False)):
+            with pytest.raises(Unavailable):
+                await refused
+        with pytest.raises(Unavailable):
+            s.read("SELECT * FROM meta")
+        s.close()
+
+    asyncio.run(main())
+
+
+def test_closing_writes_what_waits_once(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path)
+        path = s.spool / "x"
+        await s.commit((PUT, ("n", "0")), files=((path, b"x"),))
+        count = "INSERT INTO meta VALUES ('n', '1') ON CONFLICT DO UPDATE SET value = value + 1"
+        waiting = [s.commit((count, ())), s.commit((count, ()), files=((s.spool / "y", b"y"),))]
+        removing = s.commit((count, ()), gone=(path,))
+        s.close()
+        assert all(future.done() and future.exception() is None for future in (*waiting, removing))
+        assert not path.exists()
+        again = Store(tmp_path)
+        assert again.read("SELECT value FROM meta WHERE key = 'n'") == [("3",)]
+        again.close()
+
+    asyncio.run(main())
+
+
 def test_the_log_does_not_grow_without_end(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(store, "_WAL_BYTES", 200_000)
-    monkeypatch.setattr(store, "_CHECK_EVERY", 4)
+    monkeypatch.setattr(store, "_CHECKPOINT_EVERY", 8)
 
     async def main() -> None:
         s = Store(tmp_path)

@@ -77,6 +77,26 @@ def test_many_requests_on_one_connection_answered_in_any_order(tmp_path: Path) -
     play(tmp_path, scenario)
 
 
+def test_discards_go_with_the_next_request_or_a_little_later(tmp_path: Path) -> None:
+    async def scenario(server: ScriptedRuntime, client: RuntimeClient) -> None:
+        @server.on("run.start")
+        async def _(session: Session, id_: int, args: dict[str, Any]) -> None:
+            session.send(id=id_, ok=run_result(args["run"], b""))
+
+        client.discard("s", "before there is a connection: dropped")
+        await until(lambda: client._discards._timer is None)
+        await client.connect()
+        client.discard("s", "a")
+        client.discard("s", "b")
+        await client.run(start("r"))
+        ops_seen = [(op, args.get("run")) for op, args in server.seen if op.startswith("run.")]
+        assert ops_seen == [("run.forget", "a"), ("run.forget", "b"), ("run.start", "r")]
+        client.discard("s", "alone")
+        await until(lambda: server.count("run.forget") == 3)
+
+    play(tmp_path, scenario)
+
+
 def test_a_restarted_runtime_gets_what_was_in_flight_again(tmp_path: Path) -> None:
     async def scenario(server: ScriptedRuntime, client: RuntimeClient) -> None:
         @server.on("run.start")

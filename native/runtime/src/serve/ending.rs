@@ -77,14 +77,8 @@ impl Server {
         if let Some(timer) = run.timer.take() {
             self.timers.remove(&timer);
         }
-        let sandbox = run.sandbox;
         if let Some(err) = run.failure.take() {
             self.reap(index, reap);
-            let err = if self.sandbox_ending(sandbox) {
-                gone()
-            } else {
-                err
-            };
             return self.launch_failed(index, err);
         }
         match self.disk_in_question(index, &ending) {

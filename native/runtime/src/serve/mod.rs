@@ -3,6 +3,7 @@
 mod client;
 mod ending;
 mod link;
+mod making;
 mod ops;
 mod pool;
 mod recover;

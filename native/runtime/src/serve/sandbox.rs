@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use dsec_launch::plan::{Code, Step};
+use dsec_launch::plan::Code;
 use dsec_launch::{LaunchError, RunPolicy, SandboxPlan};
 use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
@@ -13,13 +13,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
 use super::ending::gone;
-use super::link::Link;
+use super::making::create_in_worker;
 use super::run::FreeLeaf;
 use super::{Server, Timer, Token};
-use crate::backend::{Backend, Made, Place};
-use crate::kproto::{Fallen, Put};
+use crate::backend::{Made, Place};
+use crate::kproto::Fallen;
 use crate::proto::{self, Cause, Id, Nothing, Reply, SandboxStatus};
-use crate::record::{self, Exit, Record, Records, Stage};
+use crate::record::{self, Exit, Record, Stage};
 use crate::{fail, info, util, warning};
 
 /// First of the user ids handed out, 65,536 to each sandbox. Far above what a host gives to people.
@@ -30,7 +30,12 @@ const UID_END: u32 = 1 << 31;
 /// Ended sandboxes that are remembered.
 const ENDED_KEPT: usize = 1024;
 /// For a release: killing, and removing everything. A dying process may wait for a slow disk.
-const RELEASE_DEADLINE: Duration = Duration::from_secs(20);
+pub(super) const RELEASE_DEADLINE: Duration = Duration::from_secs(20);
+/// How long a release waits for the end of the init before it tries all the same.
+const INIT_WAIT: Timespec = Timespec {
+    tv_sec: 5,
+    tv_nsec: 0,
+};
 /// How often a release is tried before the caller is told.
 const RELEASE_TRIES: u32 = 3;
 /// Added to a plan's own deadline before the client is told that it passed.
@@ -374,9 +379,16 @@ impl Server {
         if let Err(e) = place.kill() {
             warning!("sandbox.kill", id = s.record.id, error = e);
         }
+        let init = s.init.clone();
         self.workers.run(move || {
+            // An init ends last, so that its end says that nothing is left in the cgroups. What keeps it
+            // alive for too long is the release's to tell.
+            if let Some(init) = init {
+                let mut poll = [PollFd::new(&*init, PollFlags::IN)];
+                let _ = rustix::event::poll(&mut poll, Some(&INIT_WAIT));
+            }
             // Asked before the counters go.
-            let oom = place.usage().is_ok_and(|u| u.oom_kills > 0);
+            let oom = place.oom_kills() > 0;
             let done = place
                 .release(RELEASE_DEADLINE)
                 .and_then(|()| fail::at("sandbox.released"));
@@ -559,77 +571,5 @@ impl Server {
                 let _ = self.records.remove(&s.record.id);
             }
         }
-    }
-}
-
-/// Makes a sandbox, with everything undone on failure.
-fn create_in_worker(
-    backend: &dyn Backend,
-    link: &Link,
-    records: &Records,
-    plan: &SandboxPlan,
-    mut record: Record,
-) -> Result<(Made, Record), LaunchError> {
-    let made = (|| {
-        records.write(&record).step("sandbox.record")?;
-        fail::at("sandbox.recorded")?;
-        backend.create(plan, record.uid_base)
-    })();
-    let made = match made {
-        Ok(made) => made,
-        Err(err) => {
-            let _ = records.remove(&record.id);
-            return Err(err);
-        }
-    };
-    match keep_made(link, records, &made, &mut record) {
-        Ok(()) => Ok((made, record)),
-        Err(err) => {
-            undo(&made);
-            let _ = link.del(&init_key(&record.id), 1);
-            let _ = records.remove(&record.id);
-            Err(err)
-        }
-    }
-}
-
-fn keep_made(
-    link: &Link,
-    records: &Records,
-    made: &Made,
-    record: &mut Record,
-) -> Result<(), LaunchError> {
-    fail::at("sandbox.made")?;
-    record.stage = Stage::Running;
-    record.init_pid = made.init_pid;
-    record.init_start = util::start_time(made.init_pid)
-        .ok_or_else(|| LaunchError::new(Code::Launch, "the init died at once"))?;
-    record.started_ns = util::realtime_ns();
-    record.upper = made.upper.clone();
-    record.cgroup_id = made.place.cgroup_id()?;
-    let put = Put {
-        key: init_key(&record.id),
-        pid: Some(made.init_pid),
-        add: vec![super::run::PIDFD.to_owned()],
-        ..Put::default()
-    };
-    link.put(put, &[made.init_pidfd.as_fd()])
-        .step("sandbox.put")?;
-    fail::at("sandbox.put")?;
-    records.write(record).step("sandbox.record")
-}
-
-fn undo(made: &Made) {
-    let _ = made.place.kill();
-    let _ = rustix::process::pidfd_send_signal(&made.init_pidfd, Signal::KILL);
-    let mut poll = [PollFd::new(&made.init_pidfd, PollFlags::IN)];
-    let wait = Timespec {
-        tv_sec: 5,
-        tv_nsec: 0,
-    };
-    let _ = rustix::event::poll(&mut poll, Some(&wait));
-    let _ = wait_child(Who::PidFd(made.init_pidfd.as_fd()), true);
-    if let Err(e) = made.place.release(RELEASE_DEADLINE) {
-        warning!("sandbox.undo", error = e);
     }
 }

@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
+use super::ending::gone;
 use super::link::Link;
 use super::run::{self, Feed, FreeLeaf, Meta, Reader, Run, Stream};
 use super::sandbox::Phase;
@@ -313,6 +314,15 @@ impl Server {
 
     /// Nothing runs: whoever waits is told, and the id is free again.
     pub(super) fn launch_failed(&mut self, index: u64, err: LaunchError) {
+        let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) else {
+            return;
+        };
+        let err = if self.sandbox_ending(sandbox) {
+            // Whatever the launch met on its way, it met because the sandbox was being taken apart.
+            gone().with("met", err.message)
+        } else {
+            err
+        };
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
@@ -329,6 +339,8 @@ impl Server {
                 Err::<Nothing, _>(err.clone()),
             );
         }
+        // A stop may have waited for just this run.
+        self.run_ended(sandbox);
     }
 
     /// Adds a reader; it is served at once with what is there.

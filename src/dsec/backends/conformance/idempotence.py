@@ -7,6 +7,9 @@ import asyncio
 from dsec.backends.conformance.kit import FOREVER, Subject, backend, check, equal, expect, raises, sandbox, soon
 from dsec.model.errors import Conflict, NotFound
 
+# How often, 10 ms apart, to look for a result that nobody waits to be rid of.
+GONE_AFTER_LOOKS = 1000
+
 
 @check()
 async def the_same_id_runs_once(subject: Subject) -> None:
@@ -32,6 +35,24 @@ async def a_result_is_kept_until_forgotten(subject: Subject) -> None:
         await soon(box.guest.forget(plan.process_id))
         await soon(box.guest.forget("p-never"))
         await raises(NotFound, box.guest.attach(plan.process_id), "a forgotten result")
+
+
+@check()
+async def a_discarded_result_is_gone_soon(subject: Subject) -> None:
+    """Discarding what runs, or was never there, changes nothing."""
+    async with sandbox(subject) as box:
+        running = await box.spawn(f"sleep {FOREVER}")
+        ended = box.command("sh", "-c", "exit 3")
+        await soon(box.guest.run(ended))
+        for process_id in (ended.process_id, ended.process_id, running.process_id, "p-never"):
+            box.guest.discard(process_id)
+        for _ in range(GONE_AFTER_LOOKS):
+            if [info.process_id for info in await soon(box.guest.processes())] == [running.process_id]:
+                break
+            await asyncio.sleep(0.01)
+        await raises(NotFound, box.guest.attach(ended.process_id), "a discarded result")
+        await box.guest.kill(running.process_id)
+        equal((await running.end()).cause, "killed", "the ending of what ran")
 
 
 @check()

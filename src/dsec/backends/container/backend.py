@@ -76,13 +76,20 @@ class ContainerBackend:
         # Digests known to be mounted, of the keeper with this instance: asking again for each start costs a round trip.
         self._mounted: set[str] = set()
         self._mounted_for = ""
+        # The kinds of writable parts that work on this node, best first.
+        self._uppers: tuple[str, ...] | None = None
         self._undoing: set[asyncio.Task[None]] = set()
 
     async def probe(self) -> Capabilities:
         try:
-            return plans.capabilities(self.name, await self.client.probe())
+            return plans.capabilities(self.name, await self._probed())
         except DsecError as error:
             return Capabilities(backend=self.name, available=False, reason=error.message)
+
+    async def _probed(self) -> v.Probe:
+        found = await self.client.probe()
+        self._uppers = found.upper
+        return found
 
     async def start(self, plan: StartPlan) -> ContainerRuntime:
         await self._mount(plan.layers)
@@ -146,7 +153,10 @@ class ContainerBackend:
             self._mounted.update(layer.digest for layer in missing)
 
     async def _create(self, plan: StartPlan) -> v.SandboxStatus:
-        wanted = plans.sandbox_plan(plan)
+        uppers = self._uppers
+        if uppers is None:
+            uppers = (await self._probed()).upper
+        wanted = plans.sandbox_plan(plan, uppers[0] if uppers else None)
         try:
             return await self.client.create(wanted)
         except NotFound:

@@ -91,6 +91,9 @@ class ContainerGuest:
         except (NotFound, SandboxLost):
             return  # forgotten, or gone with its sandbox
 
+    def discard(self, process_id: str) -> None:
+        self._client.discard(self._id, process_id)
+
 
 def _how(status: v.SandboxStatus | None) -> Exit:
     return plans.ending(status) if status is not None else Exit(reason="lost", detail="the runtime does not know it")

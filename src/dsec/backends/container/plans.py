@@ -16,13 +16,25 @@ BYTES_PER_INODE: Final = 16_384
 INODES_MIN: Final = 4096
 
 
-def sandbox_plan(plan: StartPlan) -> v.SandboxPlan:
+def upper_spec(disk_bytes: int, best: str | None) -> v.UpperSpec:
+    """The writable part. `best` is the kind the runtime's probe has first.
+
+    btrfs is asked for by name where it is the best, without a limit of inodes: it makes them as it goes, out of the
+    sandbox's own bytes, so that there is nothing of the node's to run out of. Asked for a limit the runtime would take
+    the next kind, ext4 in a loop device of its own, which costs 6-9 ms of CPU more for each sandbox.
+    """
+    if best == "btrfs":
+        return v.UpperSpec(bytes=disk_bytes, kind="btrfs")
+    return v.UpperSpec(bytes=disk_bytes, inodes=max(INODES_MIN, disk_bytes // BYTES_PER_INODE))
+
+
+def sandbox_plan(plan: StartPlan, best_upper: str | None = None) -> v.SandboxPlan:
     """What the runtime needs to make the sandbox. Its layers must be mounted."""
     return v.SandboxPlan(
         id=plan.id,
         hostname=plan.hostname,
         layers=tuple(layer.digest for layer in plan.layers),
-        upper=v.UpperSpec(bytes=plan.disk_bytes, inodes=max(INODES_MIN, plan.disk_bytes // BYTES_PER_INODE)),
+        upper=upper_spec(plan.disk_bytes, best_upper),
         memory_bytes=plan.memory_bytes,
         cpu_milli=max(1, round(plan.cpu * 1000)),
         cpu_weight=plan.cpu_weight,
