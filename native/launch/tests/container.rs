@@ -291,6 +291,9 @@ fn memory_that_no_process_holds_does_not_end_the_init() {
         None,
         "the init lives"
     );
+    // Its pid namespace cannot end before we have reaped what we have in it.
+    going.cgroup.kill().expect("killed");
+    going.code();
 }
 
 #[test]
