@@ -12,8 +12,8 @@ use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
-use super::ending::gone;
 use super::making::create_in_worker;
+use super::results::gone;
 use super::run::FreeLeaf;
 use super::{Server, Timer, Token};
 use crate::backend::{Made, Place};

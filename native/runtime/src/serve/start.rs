@@ -14,8 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
-use super::ending::gone;
 use super::link::Link;
+use super::results::gone;
 use super::run::{self, Feed, FreeLeaf, Meta, Reader, Run, Stream};
 use super::sandbox::Phase;
 use super::{Server, Timer, Token, FD_RESERVE};
