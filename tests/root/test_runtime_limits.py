@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
-from tests.root.test_runtime import BINARY, PLAIN, create, frozen_file, make_node, sh
+from tests.root.test_runtime import BINARY, create, frozen_file, make_node, sh
 from tests.root.test_runtime import pytestmark as needs
 
 pytestmark = needs
-contained = pytest.mark.skipif(PLAIN, reason="plain processes have no limits, no disk and no launcher")
 
 
 @pytest.fixture
@@ -37,7 +36,6 @@ def box(node: Node) -> Iterator[tuple[Client, str]]:
 # Limits
 
 
-@contained
 def test_out_of_memory_is_the_cause(node: Node) -> None:
     with node.client() as c:
         create(c, "a", memory_bytes=48 << 20)
@@ -57,7 +55,6 @@ def _out_of_memory(c: Client, s: str) -> None:
     assert r["usage"]["memory_peak_bytes"] < 16 << 20
 
 
-@contained
 def test_the_limit_of_processes_is_told(node: Node) -> None:
     with node.client() as c:
         create(c, "a", pids_max=12)
@@ -67,7 +64,6 @@ def test_the_limit_of_processes_is_told(node: Node) -> None:
         assert (r["exit_code"], r["limits_hit"]) == (0, [])
 
 
-@contained
 @pytest.mark.parametrize("kind", ["auto", "ext4", "tmpfs"])
 def test_a_full_disk_is_told(node: Node, kind: str) -> None:
     with node.client() as c:
@@ -92,7 +88,6 @@ def leaves(node: Node, sandbox: str) -> list[str]:
     return sorted(p.name for p in payload.glob("run-*"))
 
 
-@contained
 def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
     """Never two at once, never while something is left in it, and nothing of one run is told of another."""
     with node.client() as c:
@@ -169,7 +164,6 @@ def test_a_kill_before_the_stop_keeps_its_cause(node: Node) -> None:
         assert c.wait(n, [])["cause"] == "timeout"
 
 
-@contained
 def test_a_create_that_takes_too_long_is_undone() -> None:
     node = make_node(env={"DSEC_NATIVE_FAILPOINTS": "create.cloned:1:hang"})
     try:

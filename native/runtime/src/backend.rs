@@ -1,6 +1,4 @@
-//! What the runtime needs from whatever makes containers. One implementation is real; the other one
-//! (feature `plain`) starts plain processes in bare cgroups, so that supervision can be tested on
-//! machines and in moments where no container can be made.
+//! What the runtime needs from whatever makes containers: the boundary between supervision and launching.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;

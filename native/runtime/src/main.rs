@@ -6,10 +6,7 @@ mod fail;
 mod keeper;
 mod kproto;
 mod log;
-#[cfg(feature = "plain")]
-mod plain;
 mod proto;
-#[cfg(not(feature = "plain"))]
 mod real;
 mod record;
 mod serve;
@@ -121,14 +118,8 @@ fn serve(args: &[OsString]) -> io::Result<()> {
     result
 }
 
-#[cfg(not(feature = "plain"))]
 fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
     Ok(Arc::new(
         real::Real::open(options).map_err(io::Error::other)?,
     ))
-}
-
-#[cfg(feature = "plain")]
-fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
-    Ok(Arc::new(plain::Plain::open(options)?))
 }
