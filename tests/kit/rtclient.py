@@ -142,7 +142,14 @@ def busybox_image(directory: Path) -> Path:
 class Node:
     """Keeper and runtime in directories of their own."""
 
-    def __init__(self, binary: Path, *, cgroup: str = "dsec-runtime-test", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        binary: Path,
+        *,
+        cgroup: str = "dsec-runtime-test",
+        env: dict[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
         self.binary = self.dir / "dsec-runtime"
         shutil.copy2(binary, self.binary)
@@ -151,6 +158,7 @@ class Node:
         self.state_dir.mkdir()
         self.cgroup = f"{cgroup}-{self.dir.name.removeprefix('runtime-')}"
         self.env = os.environ | (env or {})
+        self.pass_fds = pass_fds
         self.start()
 
     @property
@@ -165,6 +173,7 @@ class Node:
             check=True,
             env=self.env,
             timeout=60,
+            pass_fds=self.pass_fds,
         )
 
     def client(self, **kwargs: Any) -> Client:

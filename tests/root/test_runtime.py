@@ -1,8 +1,4 @@
-"""The native runtime: supervision, streams, endings, and what survives a death.
-
-It runs over plain processes (the binary built with the feature `plain`) as well as over real containers:
-what is asked here does not depend on what contains a run.
-"""
+"""The native runtime: supervision, streams, endings, and what survives a death."""
 
 from __future__ import annotations
 
@@ -29,9 +25,7 @@ from tests.kit.lanes import runtime_binary
 from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
 BINARY = runtime_binary()
-#: Set when the binary was built with the feature `plain`.
-PLAIN = bool(os.environ.get("DSEC_RUNTIME_PLAIN"))
-LAYERS = [] if PLAIN else ["sha256:" + "b" * 64]
+LAYERS = ["sha256:" + "b" * 64]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
@@ -82,6 +76,8 @@ def box(shared: Node) -> Iterator[tuple[Client, str]]:
     with shared.client() as c:
         create(c, name)
         yield c, name
+    # On a connection of its own: answers to a stream's last acknowledgements may still come on the other.
+    with shared.client() as c:
         c.call("sandbox.stop", id=name)
 
 
@@ -417,7 +413,7 @@ def test_stop_while_runs_are_in_flight(node: Node) -> None:
         assert answers[stop]["ok"]["state"] == "ended"
         for n in numbers:
             a = answers[n]
-            assert ("ok" in a and a["ok"]["cause"] == "killed") or a["err"]["code"] in {"gone", "launch"}, a
+            assert a["err"]["code"] == "gone", a
         assert other.wait(waiter)["state"] == "ended"
         assert c.call("sandbox.stop", id="a")["state"] == "ended"
         with pytest.raises(RuntimeFault) as e:

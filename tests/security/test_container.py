@@ -267,6 +267,7 @@ def test_a_full_disk_stays_its_own(client: dsec.Client, sbx: dsec.Sandbox) -> No
         code, size = result.stdout.split()
         assert code != "0"
         assert 32 << 20 < int(size) <= 64 << 20
+        assert "disk" in result.limits_hit
         assert small.run("rm /root/big && echo x > /root/again && cat /root/again").stdout == "x\n"
     assert sbx.run("head -c 10M /dev/zero > /root/mine").ok
 

@@ -226,6 +226,10 @@ impl SandboxCgroup {
         &self.id
     }
 
+    pub(crate) fn mode(&self) -> CgroupMode {
+        self.inner.mode.clone()
+    }
+
     fn build(&self, limits: &Limits) -> Result<()> {
         for hierarchy in &self.inner.v1 {
             make(&hierarchy.base.join(&self.id)).step("cgroup.mkdir")?;

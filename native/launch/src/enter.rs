@@ -137,7 +137,6 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     cred::set_caps(for_filter, permitted).step("enter.caps")?;
     change_directory(plan)?;
     cred::set_caps(for_filter, for_filter).step("enter.caps")?;
-    process::reset_signals();
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
     cred::set_caps(permitted, permitted).step("enter.caps")?;

@@ -13,6 +13,7 @@ mod create;
 mod enter;
 pub mod failpoint;
 mod filter;
+mod fullness;
 mod hierarchy;
 mod init;
 pub mod launcher;

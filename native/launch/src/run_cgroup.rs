@@ -6,10 +6,14 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use crate::cgroup::SandboxCgroup;
-use crate::hierarchy::{flag, key, kill_tree, number, oom_kills, read};
-use crate::plan::{Code, LaunchError, Result, Step};
+use crate::hierarchy::{flag, key, kill_tree, number, oom_kills, read, write};
+use crate::plan::{CgroupMode, Code, LaunchError, Result, Step};
 
-/// What a run hit and used.
+/// Memory that may stay charged to a group when it is used again: what the kernel charges ahead for
+/// each CPU (256 KiB), which is in every reading, is of this order.
+const RESIDUE_MAX: u64 = 1 << 20;
+
+/// What was hit and used in a run's group since it was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RunUsage {
     pub user_us: u64,
@@ -22,7 +26,9 @@ pub struct RunUsage {
     pub pids_max_events: u64,
 }
 
-/// A leaf for one run. A value, not an owner.
+const PEAK_V1: &str = "memory.max_usage_in_bytes";
+
+/// A leaf for one run at a time. A value, not an owner.
 #[derive(Debug, Clone)]
 pub struct RunCgroup {
     pub(crate) sandbox: SandboxCgroup,
@@ -75,14 +81,11 @@ impl RunCgroup {
 
     pub fn usage(&self) -> Result<RunUsage> {
         let cpu = read(&self.v2().join("cpu.stat")).step("cpu.stat")?;
-        let peak = self.memory.as_ref().map_or(0, |at| {
-            let v2 = at.join("memory.peak");
-            if v2.exists() {
-                number(&v2)
-            } else {
-                number(&at.join("memory.max_usage_in_bytes"))
-            }
-        });
+        let file = match self.sandbox.mode() {
+            CgroupMode::V2 => "memory.peak",
+            CgroupMode::Hybrid => PEAK_V1,
+        };
+        let peak = self.memory.as_ref().map_or(0, |at| number(&at.join(file)));
         let home = self
             .memory
             .clone()
@@ -92,8 +95,35 @@ impl RunCgroup {
             system_us: key(&cpu, "system_usec"),
             memory_peak_bytes: peak,
             oom_kills: oom_kills(&home),
-            pids_max_events: self.sandbox.pids_max_events(),
+            pids_max_events: self.pids_max_events(),
         })
+    }
+
+    /// Times pids_max refused a fork in the whole sandbox.
+    pub fn pids_max_events(&self) -> u64 {
+        self.sandbox.pids_max_events()
+    }
+
+    /// Makes an empty group ready for another run: `used` is what [`Self::usage`] said after its last
+    /// process ended. `false`: it cannot serve again, remove it.
+    ///
+    /// Making and removing a memory group is the dearest part of a short run, and most of it is done
+    /// later by kernel threads. The counters go on from where they are; the peak starts again, which
+    /// only v1 can do, and only if next to nothing stayed charged (pages the run was the first to read).
+    pub fn renew(&self, used: &RunUsage) -> bool {
+        let Some(memory) = &self.memory else {
+            return true;
+        };
+        if self.sandbox.mode() == CgroupMode::V2 {
+            return false;
+        }
+        if used.memory_peak_bytes <= RESIDUE_MAX {
+            return true;
+        }
+        let charged = read(&memory.join("memory.usage_in_bytes"));
+        let charged = charged.ok().and_then(|t| t.trim().parse().ok());
+        charged.is_some_and(|bytes: u64| bytes <= RESIDUE_MAX)
+            && write(&memory.join(PEAK_V1), "0").is_ok()
     }
 
     /// Removes it; `busy` while a process is in it. Idempotent.

@@ -115,6 +115,8 @@ fn start(arguments: &[String]) -> Result<Server> {
     let run_dir = PathBuf::from(run_dir);
     process::set_undumpable().step("launcher.undumpable")?;
     process::set_name(c"dsec-launcher").step("launcher.name")?;
+    // Once for every run: a child inherits the actions. Ours are the defaults too from here on.
+    process::reset_signals();
     let alone = process::SingleThreaded::prove().step("launcher.threads")?;
     let control = process::dup_above(io::stdin().as_fd(), 3).step("launcher.control")?;
     let open = |path: &Path| File::open(path).map(OwnedFd::from).step("launcher.open");

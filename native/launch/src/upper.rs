@@ -58,7 +58,7 @@ pub struct DiskUsage {
 /// The store of writable parts of a node.
 #[derive(Debug)]
 pub struct Uppers {
-    pinned: Pinned,
+    pub(crate) pinned: Pinned,
     state_dir: PathBuf,
     kinds: OnceLock<Vec<UpperKind>>,
     /// Quota groups of removed subvolumes, which go once their space is back.

@@ -31,7 +31,8 @@ fn read_bounded(path: &str) -> io::Result<String> {
     if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::RegularFile {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
-    let mut bytes = Vec::new();
+    // Most are shorter: one read, and one that says so.
+    let mut bytes = Vec::with_capacity(4096);
     File::from(file).take(FILE_MAX).read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

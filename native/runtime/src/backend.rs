@@ -1,6 +1,4 @@
-//! What the runtime needs from whatever makes containers. One implementation is real; the other one
-//! (feature `plain`) starts plain processes in bare cgroups, so that supervision can be tested on
-//! machines and in moments where no container can be made.
+//! What the runtime needs from whatever makes containers: the boundary between supervision and launching.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -44,12 +42,16 @@ pub trait Backend: Send + Sync {
 pub trait Place: Send + Sync {
     /// Inode of its v2 cgroup.
     fn cgroup_id(&self) -> Result<u64>;
-    /// Makes the cgroup of a run; idempotent.
-    fn create_run(&self, run: &str, memory: bool) -> Result<Arc<dyn Leaf>>;
-    /// The cgroup of a run launched by an earlier runtime.
-    fn find_run(&self, run: &str) -> Option<Arc<dyn Leaf>>;
-    /// Runs that have a cgroup.
-    fn runs(&self) -> Result<Vec<String>>;
+    /// Makes a cgroup for runs, one at a time; idempotent.
+    fn create_leaf(&self, leaf: &str, memory: bool) -> Result<Arc<dyn Leaf>>;
+    /// One that an earlier runtime made.
+    fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>>;
+    /// Every one there is.
+    fn leaves(&self) -> Result<Vec<String>>;
+    /// Whether the writable part is full. May wait for the disk.
+    fn disk_full(&self) -> Result<bool>;
+    /// Whether writes to it show in a process's resource usage. Never waits.
+    fn counts_writes(&self) -> bool;
     /// Starts a program inside; returns right after the clone.
     fn enter(
         &self,
@@ -67,13 +69,17 @@ pub trait Place: Send + Sync {
     fn release(&self, deadline: Duration) -> Result<()>;
 }
 
-/// The cgroup of one run. Nothing here waits: the event loop calls all of it.
+/// The cgroup of a run. Nothing here waits: the event loop calls all of it.
 pub trait Leaf: Send + Sync {
     fn kill(&self) -> Result<()>;
     fn count(&self) -> Result<u64>;
     /// EPOLLPRI when it empties.
     fn events(&self) -> Result<OwnedFd>;
+    /// Since the leaf was made; `memory_peak_bytes` since it was last made ready.
     fn usage(&self) -> Result<RunUsage>;
+    fn pids_max_events(&self) -> u64;
+    /// Makes it ready for another run, if it can be. Only when it is empty.
+    fn renew(&self, used: &RunUsage) -> bool;
     fn remove(&self) -> Result<()>;
     /// For the implementation to find its own type again.
     fn as_any(&self) -> &dyn std::any::Any;

@@ -10,7 +10,6 @@ pub const NAMES: &[&str] = &[
     "sandbox.put",
     "sandbox.released",
     "run.marked",
-    "run.put",
     "run.cloned",
     "run.put_pid",
     "run.segment",

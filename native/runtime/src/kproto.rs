@@ -57,6 +57,9 @@ pub struct Fallen {
     pub max_rss_bytes: u64,
     /// CLOCK_MONOTONIC when it was collected.
     pub at_ns: u64,
+    /// A keeper of an earlier version does not send it.
+    #[serde(default)]
+    pub out_blocks: u64,
 }
 
 impl Fallen {
@@ -68,6 +71,7 @@ impl Fallen {
             system_us: e.system_us,
             max_rss_bytes: e.max_rss_bytes,
             at_ns,
+            out_blocks: e.out_blocks,
         }
     }
 }

@@ -6,10 +6,7 @@ mod fail;
 mod keeper;
 mod kproto;
 mod log;
-#[cfg(feature = "plain")]
-mod plain;
 mod proto;
-#[cfg(not(feature = "plain"))]
 mod real;
 mod record;
 mod serve;
@@ -69,6 +66,9 @@ fn options(args: &[OsString]) -> io::Result<Options> {
 }
 
 fn keeper(args: &[OsString]) -> io::Result<()> {
+    // It lives long: whatever else its starter had open must not stay open with it, a pipe whose end
+    // somebody waits for, a lock. Nothing of ours is open yet.
+    dsec_sys::process::close_all_but(&[0, 1, 2])?;
     let options = options(args)?;
     std::fs::create_dir_all(&options.run_dir)?;
     if options.foreground {
@@ -118,14 +118,8 @@ fn serve(args: &[OsString]) -> io::Result<()> {
     result
 }
 
-#[cfg(not(feature = "plain"))]
 fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
     Ok(Arc::new(
         real::Real::open(options).map_err(io::Error::other)?,
     ))
-}
-
-#[cfg(feature = "plain")]
-fn open_backend(options: &Options) -> io::Result<Arc<dyn Backend>> {
-    Ok(Arc::new(plain::Plain::open(options)?))
 }

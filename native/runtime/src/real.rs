@@ -175,17 +175,25 @@ impl Place for RealPlace {
         self.cgroup.id()
     }
 
-    fn create_run(&self, run: &str, memory: bool) -> Result<Arc<dyn Leaf>> {
-        Ok(Arc::new(RealLeaf(self.cgroup.create_run(run, memory)?)))
+    fn create_leaf(&self, leaf: &str, memory: bool) -> Result<Arc<dyn Leaf>> {
+        Ok(Arc::new(RealLeaf(self.cgroup.create_run(leaf, memory)?)))
     }
 
-    fn find_run(&self, run: &str) -> Option<Arc<dyn Leaf>> {
-        let leaf = self.cgroup.find_run(run).ok()?;
+    fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>> {
+        let leaf = self.cgroup.find_run(leaf).ok()?;
         Some(Arc::new(RealLeaf(leaf)))
     }
 
-    fn runs(&self) -> Result<Vec<String>> {
+    fn leaves(&self) -> Result<Vec<String>> {
         self.cgroup.runs()
+    }
+
+    fn disk_full(&self) -> Result<bool> {
+        self.shared.assembly.uppers.full(&self.upper)
+    }
+
+    fn counts_writes(&self) -> bool {
+        self.upper.counts_writes()
     }
 
     fn enter(
@@ -241,6 +249,14 @@ impl Leaf for RealLeaf {
 
     fn usage(&self) -> Result<RunUsage> {
         self.0.usage()
+    }
+
+    fn pids_max_events(&self) -> u64 {
+        self.0.pids_max_events()
+    }
+
+    fn renew(&self, used: &RunUsage) -> bool {
+        self.0.renew(used)
     }
 
     fn remove(&self) -> Result<()> {

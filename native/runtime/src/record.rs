@@ -1,9 +1,11 @@
-//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: an empty file
+//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: a symbolic link
 //! for every run that was launched and is not forgotten, so that a run whose result was lost with the
-//! keeper is never taken for one that was not launched.
+//! keeper is never taken for one that was not launched. It names the run's cgroup; as a link that
+//! takes one call.
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use dsec_launch::upper::Upper;
@@ -111,15 +113,19 @@ impl Records {
         Ok((good, bad))
     }
 
-    /// Notes that a run is about to be launched.
-    pub fn mark_run(&self, sandbox: &str, run: &str) -> io::Result<()> {
+    /// Notes that a run is about to be launched in this cgroup.
+    pub fn mark_run(&self, sandbox: &str, run: &str, leaf: &str) -> io::Result<()> {
         let path = self.runs.join(sandbox).join(run);
-        match fs::File::create(&path) {
+        match symlink(leaf, &path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 fs::create_dir_all(self.runs.join(sandbox))?;
-                fs::File::create(&path).map(drop)
+                symlink(leaf, &path)
             }
-            other => other.map(drop),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_file(&path)?;
+                symlink(leaf, &path)
+            }
+            other => other,
         }
     }
 
@@ -131,15 +137,19 @@ impl Records {
         ignore_missing(fs::remove_dir_all(self.runs.join(sandbox)))
     }
 
-    /// (sandbox, run) of every mark.
-    pub fn marked_runs(&self) -> io::Result<Vec<(String, String)>> {
+    /// (sandbox, run, cgroup) of every mark.
+    pub fn marked_runs(&self) -> io::Result<Vec<(String, String, String)>> {
         let mut out = Vec::new();
         for dir in fs::read_dir(&self.runs)? {
             let dir = dir?;
             let sandbox = dir.file_name().to_string_lossy().into_owned();
             for run in fs::read_dir(dir.path())? {
-                let run = run?.file_name().to_string_lossy().into_owned();
-                out.push((sandbox.clone(), run));
+                let run = run?;
+                let name = run.file_name().to_string_lossy().into_owned();
+                // Earlier versions made a file, and named the cgroup after the run.
+                let leaf = fs::read_link(run.path())
+                    .map_or_else(|_| name.clone(), |l| l.to_string_lossy().into_owned());
+                out.push((sandbox.clone(), name, leaf));
             }
         }
         Ok(out)
@@ -188,9 +198,16 @@ mod tests {
         let (good, bad) = records.load().unwrap();
         assert_eq!(good, [record]);
         assert_eq!(bad, ["broken"]);
-        records.mark_run("a", "r1").unwrap();
-        records.mark_run("a", "r1").unwrap();
-        assert_eq!(records.marked_runs().unwrap(), [("a".into(), "r1".into())]);
+        records.mark_run("a", "r1", "1").unwrap();
+        records.mark_run("a", "r1", "2").unwrap();
+        let marked = |run: &str, leaf: &str| ("a".to_owned(), run.to_owned(), leaf.to_owned());
+        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2")]);
+        fs::write(dir.join("runs/a/r1.old"), b"").unwrap();
+        assert!(records
+            .marked_runs()
+            .unwrap()
+            .contains(&marked("r1.old", "r1.old")));
+        records.unmark_run("a", "r1.old").unwrap();
         records.unmark_run("a", "r1").unwrap();
         records.unmark_run("a", "r1").unwrap();
         records.unmark_runs("a").unwrap();

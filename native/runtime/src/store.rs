@@ -134,6 +134,7 @@ mod tests {
             system_us: 0,
             max_rss_bytes: 0,
             at_ns: 0,
+            out_blocks: 0,
         }
     }
 

@@ -22,11 +22,7 @@ pub fn realtime_ns() -> u64 {
 /// Start time of a process (field 22 of its stat), `None` when there is none. With the pid it names a
 /// process for as long as the machine runs.
 pub fn start_time(pid: i32) -> Option<u64> {
-    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the name in brackets and may hold anything, brackets too.
-    let close = stat.iter().rposition(|b| *b == b')')?;
-    let rest = std::str::from_utf8(stat.get(close + 2..)?).ok()?;
-    rest.split(' ').nth(19)?.parse().ok()
+    stat(pid)?.split(' ').nth(19)?.parse().ok()
 }
 
 /// Whether a process is there and not a zombie.
@@ -34,11 +30,25 @@ pub fn alive(pid: i32, start: u64) -> bool {
     if start_time(pid) != Some(start) {
         return false;
     }
-    let Ok(stat) = fs::read(format!("/proc/{pid}/stat")) else {
-        return false;
+    stat(pid).is_some_and(|fields| !fields.is_empty() && !fields.starts_with(['Z', 'X']))
+}
+
+/// Whether a process is gone, or has begun to end.
+pub fn is_ending(pid: i32, start: u64) -> bool {
+    const PF_EXITING: u64 = 0x4;
+    let Some(fields) = stat(pid) else {
+        return true;
     };
-    let close = stat.iter().rposition(|b| *b == b')').unwrap_or(0);
-    !matches!(stat.get(close + 2), Some(b'Z' | b'X') | None)
+    let field = |n: usize| fields.split(' ').nth(n).and_then(|f| f.parse::<u64>().ok());
+    field(19) != Some(start) || field(6).map_or(true, |flags| flags & PF_EXITING != 0)
+}
+
+/// The fields of a process's stat from the third on.
+fn stat(pid: i32) -> Option<String> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the name in brackets and may hold anything, brackets too.
+    let close = stat.iter().rposition(|b| *b == b')')?;
+    String::from_utf8(stat.get(close + 2..)?.to_vec()).ok()
 }
 
 /// A random name of 32 hexadecimal digits.
@@ -90,6 +100,8 @@ mod tests {
         let start = start_time(pid).unwrap();
         assert!(alive(pid, start));
         assert!(!alive(pid, start + 1));
+        assert!(!is_ending(pid, start));
+        assert!(is_ending(pid, start + 1));
         assert_eq!(start_time(0), None);
     }
 

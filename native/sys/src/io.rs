@@ -145,6 +145,8 @@ pub struct Ending {
     pub user_us: u64,
     pub system_us: u64,
     pub max_rss_bytes: u64,
+    /// Blocks of 512 bytes written to disks, counted when the page is written to, not the disk.
+    pub out_blocks: u64,
 }
 
 /// Whose ending.
@@ -204,6 +206,7 @@ pub fn wait_child(who: Who<'_>, reap: bool) -> io::Result<Option<Ending>> {
         user_us: micros(usage.ru_utime),
         system_us: micros(usage.ru_stime),
         max_rss_bytes: u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024,
+        out_blocks: u64::try_from(usage.ru_oublock).unwrap_or(0),
     }))
 }
 

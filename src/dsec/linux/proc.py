@@ -13,7 +13,6 @@ import msgspec
 from dsec.model.limits import KIB
 
 PROC: Final = Path("/proc")
-PF_EXITING: Final = 0x4
 _MEMORY: Final = re.compile(rb"^(MemTotal|MemAvailable|SwapTotal|SwapFree):\s*(\d+)", re.MULTILINE)
 
 
@@ -89,12 +88,6 @@ def start_time(pid: int, proc: Path = PROC) -> int | None:
     """
     fields = _stat(pid, proc)
     return None if fields is None else int(fields[19])
-
-
-def is_ending(pid: int, proc: Path = PROC) -> bool:
-    """Whether a process has ended or is about to (its flags, field 9, have PF_EXITING)."""
-    fields = _stat(pid, proc)
-    return fields is None or bool(int(fields[6]) & PF_EXITING)
 
 
 def _stat(pid: int, proc: Path) -> list[bytes] | None:

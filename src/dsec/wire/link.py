@@ -16,14 +16,12 @@ _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
 class Link(asyncio.BufferedProtocol):
-    """Receives into one buffer and hands each answer, with its undecoded body, to `on_answer`.
+    """Receives into one buffer and hands each answer to `on_answer`.
 
     A `BufferedProtocol`: bytes go from the socket into the splitter's buffer and are decoded there, never copied.
     """
 
-    def __init__(
-        self, on_answer: Callable[[Answer, memoryview], None], on_lost: Callable[[Link, Exception | None], None]
-    ) -> None:
+    def __init__(self, on_answer: Callable[[Answer], None], on_lost: Callable[[Link, Exception | None], None]) -> None:
         self._on_answer = on_answer
         self._on_lost = on_lost
         self._splitter = Splitter()
@@ -48,7 +46,7 @@ class Link(asyncio.BufferedProtocol):
         try:
             splitter.received(nbytes)
             while (body := splitter.next()) is not None:
-                self._on_answer(_decode(body), body)
+                self._on_answer(_decode(body))
         except (FrameError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.fail(error)
 

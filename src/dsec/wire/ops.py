@@ -40,6 +40,3 @@ RUN_LIST = Op("run.list", v.Runs)
 FORGET = Op("run.forget", v.Nothing)
 SHUTDOWN = Op("shutdown", v.Nothing, repeat=False)
 STOP_KEEPER = Op("stop_keeper", v.Nothing, repeat=False)
-
-# Not an operation: the sandbox in an `ended` event whose fields stand beside `ev`.
-ENDED = Op("ended", v.SandboxStatus)

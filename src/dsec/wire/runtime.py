@@ -251,16 +251,16 @@ class RuntimeClient:
 
     # Receiving.
 
-    def _answered(self, answer: v.Answer, body: memoryview) -> None:
+    def _answered(self, answer: v.Answer) -> None:
         id_ = answer.id
         if answer.ev is None:
-            if isinstance(id_, int) and (pending := self._pending.get(id_)) is not None:
+            if (pending := self._pending.get(id_)) is not None:
                 pending.finish(answer)  # before it is taken out: an answer that does not decode fails it
                 del self._pending[id_]
         elif answer.ev == "ended":
-            if self._subscription is not None:
-                self._subscription.on_ended(answer.status or ops.ENDED.decode(body))
-        elif isinstance(id_, int) and (pending := self._pending.get(id_)) is not None:
+            if self._subscription is not None and answer.status is not None:
+                self._subscription.on_ended(answer.status)
+        elif (pending := self._pending.get(id_)) is not None:
             if answer.ev == "started":
                 pending.started()
             elif answer.ev == "out":

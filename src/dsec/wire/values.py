@@ -56,13 +56,9 @@ class SandboxStatus(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, gc=False):
-    """One frame from the runtime: an answer (`ok` or `err`) or an event (`ev`).
+    """One frame from the runtime: an answer (`ok` or `err`) or an event (`ev`)."""
 
-    The `ended` event carries the sandbox either under `status` or as fields beside `ev`; then its `id`, a text, stands
-    in the place of the request's.
-    """
-
-    id: int | str
+    id: int
     ok: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     err: WireError | None = None
     ev: str | None = None

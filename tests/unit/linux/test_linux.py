@@ -49,17 +49,6 @@ def test_a_process_is_named_by_its_start_time(tmp_path: Path) -> None:
     assert proc.start_time(os.getpid()) == proc.start_time(os.getpid())
 
 
-def test_a_process_that_ends(tmp_path: Path) -> None:
-    for pid, flags in ((7, 0x400100), (8, 0x400104)):
-        (tmp_path / str(pid)).mkdir()
-        fields = ["S", "1", "1", "1", "0", "-1", str(flags), *("0" for _ in range(43))]
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (x) {' '.join(fields)}\n")
-    assert not proc.is_ending(7, tmp_path)
-    assert proc.is_ending(8, tmp_path)
-    assert proc.is_ending(9, tmp_path)
-    assert not proc.is_ending(os.getpid())
-
-
 def mountinfo(tmp_path: Path, *lines: str) -> Path:
     path = tmp_path / "mountinfo"
     path.write_text("\n".join(lines) + "\n")

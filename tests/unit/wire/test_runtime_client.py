@@ -316,10 +316,9 @@ def test_a_subscription_is_renewed_and_the_gap_reported(tmp_path: Path) -> None:
         @server.on("subscribe")
         async def _(session: Session, id_: int, args: dict[str, Any]) -> None:
             if server.count("subscribe") == 1:
-                session.send(id=id_, ev="ended", status=STATUS | {"state": "ended"})
+                session.send(id=id_, ev="ended", sandbox="s", status=STATUS | {"state": "ended"})
             else:
-                # The flat form, where the sandbox's id takes the place of the request's.
-                session.send(ev="ended", **(STATUS | {"id": "t", "state": "ended"}))
+                session.send(id=id_, ev="ended", sandbox="t", status=STATUS | {"id": "t", "state": "ended"})
 
         def note(status: v.SandboxStatus) -> None:
             ended.append(status.id)

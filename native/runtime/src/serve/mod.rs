@@ -2,11 +2,13 @@
 
 mod client;
 mod ending;
+mod killing;
 mod link;
 mod making;
 mod ops;
 mod pool;
 mod recover;
+mod results;
 mod run;
 mod sandbox;
 mod start;

@@ -241,7 +241,7 @@ impl Server {
         }
         let sandbox = self.sandbox_index(&args.sandbox)?;
         if self.sandboxes.get(&sandbox).map(|s| s.phase) == Some(Phase::Ended) {
-            return Err(LaunchError::new(Code::Gone, "the sandbox has ended"));
+            return Err(super::results::gone());
         }
         let err = LaunchError::new(Code::NotFound, format!("no run {}", args.run));
         Err(err.with("run", args.run.clone()))

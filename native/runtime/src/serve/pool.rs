@@ -1,9 +1,10 @@
 //! Threads for what may block. Jobs go in, a closure that changes the server's state comes back and is
 //! run by the event loop.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{channel, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use rustix::event::EventfdFlags;
 
@@ -13,9 +14,29 @@ use super::Server;
 pub type Finish = Box<dyn FnOnce(&mut Server) + Send>;
 type Job = Box<dyn FnOnce() -> Finish + Send>;
 
+/// Jobs that wait. One job wakes one worker: with a shared channel the others, who wait for the lock
+/// around it, would be woken in turn.
+#[derive(Default)]
+struct Queue {
+    jobs: Mutex<VecDeque<Job>>,
+    more: Condvar,
+}
+
+impl Queue {
+    fn take(&self) -> Job {
+        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(job) = jobs.pop_front() {
+                return job;
+            }
+            jobs = self.more.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
 /// Workers that take jobs in order.
 pub struct Pool {
-    jobs: Sender<Job>,
+    queue: Arc<Queue>,
 }
 
 /// Where all pools leave what is finished.
@@ -50,8 +71,7 @@ impl Results {
 
 impl Pool {
     pub fn new(name: &str, threads: usize, results: &Results) -> std::io::Result<Self> {
-        let (jobs, queue) = channel::<Job>();
-        let queue = Arc::new(Mutex::new(queue));
+        let queue = Arc::new(Queue::default());
         for n in 0..threads {
             let (queue, sender) = (Arc::clone(&queue), results.sender.clone());
             let wake = Arc::clone(&results.wake);
@@ -59,21 +79,26 @@ impl Pool {
                 .name(format!("{name}-{n}"))
                 .stack_size(STACK)
                 .spawn(move || loop {
-                    let job = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
-                    let Ok(job) = job else { return };
+                    let job = queue.take();
                     if sender.send(job()).is_err() {
                         return;
                     }
                     let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
                 })?;
         }
-        Ok(Self { jobs })
+        Ok(Self { queue })
     }
 
     /// Never waits. The queue is bounded by the clients' requests in flight.
     pub fn run(&self, job: impl FnOnce() -> Finish + Send + 'static) {
-        // The workers live as long as the process.
-        let _ = self.jobs.send(Box::new(job));
+        let mut jobs = self
+            .queue
+            .jobs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        jobs.push_back(Box::new(job));
+        drop(jobs);
+        self.queue.more.notify_one();
     }
 }
 

@@ -1,5 +1,6 @@
 //! What an earlier runtime, or an earlier keeper, has left: found again, or ended cleanly.
 
+use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -151,9 +152,16 @@ impl Server {
             return;
         };
         let place = self.sandboxes.get(&sandbox).and_then(|s| s.place.clone());
-        let leaf = place.and_then(|p| p.find_run(&id));
+        // One that has ended for good with nothing left in it may serve another run by now.
+        let empty = meta.outcome.as_ref().is_some_and(|o| o.leftover == 0);
+        let name = if meta.leaf.is_empty() {
+            &id
+        } else {
+            &meta.leaf
+        };
+        let leaf = place.filter(|_| !empty).and_then(|p| p.find_leaf(name));
         let mut stream = |s: usize| -> Stream {
-            let pipe = held.fds.remove(run::PIPES[s]);
+            let pipe = held.fds.remove(run::PIPES[s]).map(Arc::new);
             let segment = held.fds.remove(run::SEGMENTS[s]);
             let mut stream = Stream {
                 kept_pipe: pipe.is_some(),
@@ -176,17 +184,22 @@ impl Server {
             .fds
             .remove(run::STDIN_PIPE)
             .zip(held.fds.remove(run::STDIN_FILE))
-            .map(|(pipe, file)| Feed { pipe, file });
+            .map(|(pipe, file)| Feed {
+                pipe: Arc::new(pipe),
+                file: Arc::new(file),
+            });
         let status = held.fds.remove(run::STATUS);
         let run = Run {
             sandbox,
             sandbox_id,
             id,
             leaf,
+            spent: None,
             pid: held.pid,
             pidfd: held.fds.remove(run::PIDFD),
             adopted: true,
             exec_done: status.is_none(),
+            ending: false,
             status,
             streams,
             feed,
@@ -250,9 +263,11 @@ impl Server {
         }
     }
 
-    /// A mark without an entry: the keeper that knew the run is gone.
+    /// A mark without an entry: the run was being launched when the runtime died, or the keeper that
+    /// knew it is gone.
     fn recover_marks(&mut self) -> io::Result<()> {
-        for (sandbox, run) in self.records.marked_runs()? {
+        let used = self.used_leaves();
+        for (sandbox, run, leaf) in self.records.marked_runs()? {
             let name = (sandbox, run);
             if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
                 continue;
@@ -267,35 +282,37 @@ impl Server {
                 let _ = self.records.unmark_run(&name.0, &name.1);
                 continue;
             };
-            if let Some(leaf) = place.and_then(|p| p.find_run(&name.1)) {
+            // The mark of a lost run may be old, and its cgroup another's by now.
+            let place = place.filter(|_| !used.contains(&(name.0.clone(), leaf.clone())));
+            if let Some(leaf) = place.and_then(|p| p.find_leaf(&leaf)) {
                 let _ = leaf.kill();
             }
             info!("recover.unknown", sandbox = name.0, run = name.1);
             self.unknown.insert(name);
         }
-        self.remove_stray_leaves();
+        self.recover_leaves(&used);
         Ok(())
     }
 
-    /// Cgroups of runs that nobody knows: of unknown runs, and of forgotten ones with a leftover.
-    fn remove_stray_leaves(&mut self) {
-        for s in self.sandboxes.values() {
+    /// (sandbox, cgroup) of every run that is not over.
+    fn used_leaves(&self) -> HashSet<(String, String)> {
+        let runs = self.runs.values().filter(|r| r.leaf.is_some());
+        runs.map(|r| (r.sandbox_id.clone(), r.leaf_name().to_owned()))
+            .collect()
+    }
+
+    /// Removes the cgroups that no run uses, of unknown runs or kept for the next, and sees to it that no
+    /// new one gets the name of one that is there: a process may be left in it.
+    fn recover_leaves(&mut self, used: &HashSet<(String, String)>) {
+        for s in self.sandboxes.values_mut() {
             let Some(place) = &s.place else { continue };
-            for run in place.runs().unwrap_or_default() {
-                let known = s.runs.contains_key(&run);
-                let name = (s.record.id.clone(), run);
-                if known
-                    || self
-                        .runs
-                        .values()
-                        .any(|r| r.sandbox_id == name.0 && r.id == name.1)
-                {
+            for leaf in place.leaves().unwrap_or_default() {
+                s.last_leaf = s.last_leaf.max(leaf.parse().unwrap_or(0));
+                let name = (s.record.id.clone(), leaf);
+                if used.contains(&name) {
                     continue;
                 }
-                if let Some(leaf) = place.find_run(&name.1) {
-                    if self.unknown.contains(&name) {
-                        let _ = leaf.kill();
-                    }
+                if let Some(leaf) = place.find_leaf(&name.1) {
                     let _ = leaf.remove();
                 }
             }

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use dsec_launch::cgroup::RunUsage;
 use dsec_launch::LaunchError;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
@@ -32,11 +33,21 @@ pub struct Meta {
     pub timeout_ms: u64,
     pub head_bytes: u64,
     pub tail_bytes: u64,
-    /// Counters of the sandbox before the run, to tell what happened during it.
+    /// The cgroup it runs in. Empty: an earlier version, which named it after the run.
+    #[serde(default)]
+    pub leaf: String,
+    /// Counters before the run, to tell what happened during it.
     pub base_oom: u64,
     pub base_pids: u64,
+    #[serde(default)]
+    pub base_user_us: u64,
+    #[serde(default)]
+    pub base_system_us: u64,
     /// The cause it was killed for, and the signal (0: the whole tree), noted before the kill.
     pub marked: Option<(Cause, i32)>,
+    /// That kill is the end of its sandbox: it has no result of its own then.
+    #[serde(default)]
+    pub with_sandbox: bool,
     pub outcome: Option<Outcome>,
     /// Someone followed its output as it came: after a restart nothing is dropped until they are back.
     pub streamed: bool,
@@ -55,6 +66,9 @@ pub struct Outcome {
     pub usage: ResultUsage,
     pub leftover: u64,
     pub totals: [u64; 2],
+    /// It was ended by the end of its sandbox: there is no result.
+    #[serde(default)]
+    pub gone: bool,
     /// Whole output of a stream when it is small; otherwise it is in the segment.
     pub inline: [Option<ByteBuf>; 2],
 }
@@ -62,7 +76,8 @@ pub struct Outcome {
 /// One of the two outputs.
 #[derive(Debug, Default)]
 pub struct Stream {
-    pub pipe: Option<OwnedFd>,
+    /// Shared with the launch, which hands a copy to the keeper.
+    pub pipe: Option<Arc<OwnedFd>>,
     /// Whether the pipe is watched. Not watching means taking it out of epoll: a pipe whose writers are
     /// gone reports that even when nothing was asked for.
     pub watched: bool,
@@ -89,10 +104,18 @@ pub struct Reader {
 }
 
 /// Standard input that did not fit the pipe at once.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Feed {
-    pub pipe: OwnedFd,
-    pub file: OwnedFd,
+    pub pipe: Arc<OwnedFd>,
+    pub file: Arc<OwnedFd>,
+}
+
+/// A cgroup that can serve the next run: empty, and what its counters say.
+#[derive(Clone)]
+pub struct FreeLeaf {
+    pub name: String,
+    pub leaf: Arc<dyn Leaf>,
+    pub used: RunUsage,
 }
 
 pub struct Run {
@@ -101,12 +124,16 @@ pub struct Run {
     pub id: String,
     pub meta: Meta,
     pub leaf: Option<Arc<dyn Leaf>>,
+    /// The leaf's counters at the end, while it can serve again: nothing was left in it.
+    pub spent: Option<RunUsage>,
     pub pid: Option<i32>,
     pub pidfd: Option<OwnedFd>,
     /// It fell to the keeper, which reaps it and tells.
     pub adopted: bool,
     pub status: Option<OwnedFd>,
     pub exec_done: bool,
+    /// Its process has ended, and the disk is being looked at: nothing more is read from its pipes.
+    pub ending: bool,
     pub streams: [Stream; 2],
     pub feed: Option<Feed>,
     pub readers: Vec<Reader>,
@@ -125,6 +152,14 @@ pub struct Run {
 impl Run {
     pub fn key(&self) -> String {
         key(&self.sandbox_id, &self.id)
+    }
+
+    pub fn leaf_name(&self) -> &str {
+        if self.meta.leaf.is_empty() {
+            &self.id
+        } else {
+            &self.meta.leaf
+        }
     }
 
     pub fn done(&self) -> bool {

@@ -13,6 +13,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
 use super::making::create_in_worker;
+use super::results::gone;
+use super::run::FreeLeaf;
 use super::{Server, Timer, Token};
 use crate::backend::{Made, Place};
 use crate::kproto::Fallen;
@@ -68,6 +70,10 @@ pub struct Sandbox {
     pub parent: Parent,
     pub init_ended: bool,
     pub runs: BTreeMap<String, u64>,
+    /// Cgroups of runs that ended, ready for the next.
+    pub free_leaves: Vec<FreeLeaf>,
+    /// Number of the last one that was made.
+    pub last_leaf: u64,
     waiters: Vec<(u64, Id)>,
     stoppers: Vec<(u64, Id)>,
     exit: Exit,
@@ -92,6 +98,8 @@ impl Sandbox {
             parent,
             init_ended: false,
             runs: BTreeMap::new(),
+            free_leaves: Vec::new(),
+            last_leaf: 0,
             waiters: Vec::new(),
             stoppers: Vec::new(),
             exit,
@@ -122,7 +130,7 @@ impl Server {
             .and_then(|s| s.place.clone());
         place.ok_or_else(|| match sandbox.map(|s| s.phase) {
             Some(Phase::Creating) => LaunchError::new(Code::Conflict, "the sandbox is being made"),
-            _ => LaunchError::new(Code::Gone, "the sandbox has ended"),
+            _ => gone(),
         })
     }
 
@@ -130,7 +138,7 @@ impl Server {
         self.sandboxes
             .get(&index)
             .and_then(|s| s.init.clone())
-            .ok_or_else(|| LaunchError::new(Code::Gone, "the sandbox has ended"))
+            .ok_or_else(gone)
     }
 
     pub(super) fn status(&self, index: u64) -> Result<SandboxStatus, LaunchError> {
@@ -332,6 +340,7 @@ impl Server {
             return self.kill_sandbox(index);
         }
         for run in live {
+            self.ends_with_sandbox(run);
             if let Err(e) = self.run_kill(run, Signal::TERM.as_raw(), Cause::Killed) {
                 info!("sandbox.term", error = e);
             }
@@ -355,6 +364,7 @@ impl Server {
 
     fn kill_sandbox(&mut self, index: u64) {
         for run in self.live_runs(index) {
+            self.ends_with_sandbox(run);
             if let Err(e) = self.run_kill(run, 0, Cause::Killed) {
                 info!("sandbox.kill_run", error = e);
             }
@@ -384,6 +394,23 @@ impl Server {
                 .and_then(|()| fail::at("sandbox.released"));
             Box::new(move |server: &mut Server| server.released(index, oom, done))
         });
+    }
+
+    /// Unless it is being killed for a reason of its own.
+    fn ends_with_sandbox(&mut self, run: u64) {
+        if let Some(run) = self.runs.get_mut(&run) {
+            run.meta.with_sandbox |= run.meta.marked.is_none();
+        }
+    }
+
+    /// Whether a sandbox ends or is about to. A process namespace ends from the inside out: its programs
+    /// are killed and reaped before its init can be waited for, which tells by its flags.
+    pub(super) fn sandbox_ending(&self, index: u64) -> bool {
+        self.sandboxes.get(&index).map_or(true, |s| {
+            s.phase != Phase::Running
+                || s.init_ended
+                || util::is_ending(s.record.init_pid, s.record.init_start)
+        })
     }
 
     fn released(&mut self, index: u64, oom: bool, done: Result<(), LaunchError>) {
@@ -481,6 +508,7 @@ impl Server {
         s.phase = Phase::Ended;
         s.place = None;
         s.init = None;
+        s.free_leaves.clear();
         s.record.stage = Stage::Ended;
         s.record.exit = Some(s.exit.clone());
         s.record.ended_ns = util::realtime_ns();

@@ -1,9 +1,10 @@
-//! Launching: everything a run needs is in the keeper before it is launched.
+//! Launching: a mark on disk before it, everything of the run in the keeper right after the clone.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use dsec_launch::cgroup::RunUsage;
 use dsec_launch::launcher::Entered;
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::{LaunchError, RunPlan};
@@ -14,12 +15,14 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
 use super::link::Link;
-use super::run::{self, Feed, Meta, Reader, Run, Stream};
-use super::sandbox::{Phase, Sandbox};
+use super::results::gone;
+use super::run::{self, Feed, FreeLeaf, Meta, Reader, Run, Stream};
+use super::sandbox::Phase;
 use super::{Server, Timer, Token, FD_RESERVE};
 use crate::backend::{Leaf, Place};
 use crate::kproto::Put;
 use crate::proto::{self, Follow, Id, Nothing};
+use crate::record::Records;
 use crate::{fail, info, util};
 
 /// Runs of one sandbox, ended ones that are kept included.
@@ -43,7 +46,7 @@ struct Stdio {
 
 /// Our ends.
 struct Pipes {
-    out: [OwnedFd; 2],
+    out: [Arc<OwnedFd>; 2],
     feed: Option<Feed>,
 }
 
@@ -78,16 +81,9 @@ impl Server {
         let init = self.init_fd(sandbox_index)?;
         let index = self.index();
         let (stdio, pipes) = make_pipes(&plan.stdin).step("run.pipes")?;
-        let run = self.new_run(sandbox_index, &plan, &follow, pipes);
-        self.records
-            .mark_run(&plan.sandbox, &plan.run)
-            .step("run.mark")?;
-        fail::at("run.marked")?;
-        if let Err(err) = self.keep_new(&run) {
-            let _ = self.records.unmark_run(&plan.sandbox, &plan.run);
-            return Err(err);
-        }
-        fail::at("run.put")?;
+        let leaf = self.take_leaf(sandbox_index, plan.memory_cgroup);
+        let copies = Copies::of(&pipes);
+        let run = self.new_run(sandbox_index, &plan, &follow, pipes, leaf.name());
         self.run_ids.insert(name.clone(), index);
         if let Some(s) = self.sandboxes.get_mut(&sandbox_index) {
             s.runs.insert(name.1, index);
@@ -95,8 +91,21 @@ impl Server {
         self.runs.insert(index, run);
         self.arm_timeout(index);
         self.follow(index, client, id, &follow);
-        self.launch(index, plan, stdio, place, init);
+        self.launch(index, plan, (stdio, copies), place, init, leaf);
         Ok(())
+    }
+
+    /// A cgroup that an earlier run left empty, or the name for a new one. Without a memory group of its
+    /// own a leaf is cheap, and is made each time.
+    fn take_leaf(&mut self, sandbox: u64, memory: bool) -> TakenLeaf {
+        let Some(s) = self.sandboxes.get_mut(&sandbox) else {
+            return TakenLeaf::New(String::new());
+        };
+        if let (true, Some(free)) = (memory, s.free_leaves.pop()) {
+            return TakenLeaf::Free(free);
+        }
+        s.last_leaf += 1;
+        TakenLeaf::New(s.last_leaf.to_string())
     }
 
     fn check_room(&mut self, sandbox: u64) -> Result<(), LaunchError> {
@@ -121,11 +130,17 @@ impl Server {
         Ok(())
     }
 
-    fn new_run(&self, sandbox: u64, plan: &RunPlan, follow: &Follow, pipes: Pipes) -> Run {
+    fn new_run(
+        &self,
+        sandbox: u64,
+        plan: &RunPlan,
+        follow: &Follow,
+        pipes: Pipes,
+        leaf: &str,
+    ) -> Run {
         let [out, err] = pipes.out;
         let stream = |pipe| Stream {
             pipe: Some(pipe),
-            kept_pipe: true,
             ..Stream::default()
         };
         Run {
@@ -139,21 +154,27 @@ impl Server {
                 timeout_ms: plan.timeout_ms,
                 head_bytes: plan.head_bytes,
                 tail_bytes: plan.tail_bytes,
+                leaf: leaf.to_owned(),
                 base_oom: 0,
                 base_pids: 0,
+                base_user_us: 0,
+                base_system_us: 0,
                 marked: None,
+                with_sandbox: false,
                 outcome: None,
                 streamed: follow.stream,
                 forgotten: false,
             },
             leaf: None,
+            spent: None,
             pid: None,
             pidfd: None,
             adopted: false,
             status: None,
             exec_done: false,
+            ending: false,
             streams: [stream(out), stream(err)],
-            kept_others: pipes.feed.as_ref().map_or(0, |_| 2),
+            kept_others: 0,
             feed: pipes.feed,
             readers: Vec::new(),
             delivered: false,
@@ -162,28 +183,6 @@ impl Server {
             emptied: None,
             failure: None,
         }
-    }
-
-    fn keep_new(&self, run: &Run) -> Result<(), LaunchError> {
-        let mut put = Put {
-            key: run.key(),
-            meta: Some(run.encoded()),
-            ..Put::default()
-        };
-        let mut fds = Vec::new();
-        for (name, stream) in run::PIPES.iter().zip(&run.streams) {
-            if let Some(pipe) = &stream.pipe {
-                put.add.push((*name).to_owned());
-                fds.push(pipe.as_fd());
-            }
-        }
-        if let Some(feed) = &run.feed {
-            put.add.push(run::STDIN_PIPE.to_owned());
-            put.add.push(run::STDIN_FILE.to_owned());
-            fds.push(feed.pipe.as_fd());
-            fds.push(feed.file.as_fd());
-        }
-        self.link.put(put, &fds).step("run.put")
     }
 
     pub(super) fn arm_timeout(&mut self, index: u64) {
@@ -205,16 +204,27 @@ impl Server {
         &mut self,
         index: u64,
         plan: RunPlan,
-        stdio: Stdio,
+        (stdio, copies): (Stdio, Copies),
         place: Arc<dyn Place>,
         init: Arc<OwnedFd>,
+        leaf: TakenLeaf,
     ) {
         let Some(run) = self.runs.get(&index) else {
             return;
         };
         let (link, meta) = (Arc::clone(&self.link), run.meta.clone());
+        let records = self.records.clone();
         self.launchers.run(move || {
-            let done = launch_in_worker(&plan, &stdio, &*place, init.as_fd(), &link, meta);
+            let launch = Launch {
+                plan: &plan,
+                stdio: &stdio,
+                copies: &copies,
+                place: &*place,
+                init: init.as_fd(),
+                link: &link,
+                records: &records,
+            };
+            let done = launch.carry_out(leaf, meta);
             Box::new(move |server: &mut Server| server.launched(index, done))
         });
     }
@@ -230,11 +240,18 @@ impl Server {
             return;
         };
         let kill = run.meta.marked;
+        // A follower may have come, a kill been asked for, since the keeper was told.
+        let stale = kill.is_some() || run.meta.streamed != done.meta.streamed;
         run.meta = Meta {
             marked: kill,
+            with_sandbox: run.meta.with_sandbox,
+            streamed: run.meta.streamed,
             ..done.meta
         };
-        run.kept_others += 2;
+        for stream in &mut run.streams {
+            stream.kept_pipe = true;
+        }
+        run.kept_others = 2 + run.feed.as_ref().map_or(0, |_| 2);
         run.leaf = Some(done.leaf);
         run.pid = Some(done.entered.pid);
         run.pidfd = Some(done.entered.pidfd);
@@ -246,8 +263,10 @@ impl Server {
         if let Err(err) = self.watch_run(index) {
             info!("run.watch", error = err);
         }
-        if kill.is_some() || stopping {
+        if stale {
             self.keep_meta(index);
+        }
+        if kill.is_some() || stopping {
             self.kill_tree(index);
         }
     }
@@ -295,16 +314,17 @@ impl Server {
 
     /// Nothing runs: whoever waits is told, and the id is free again.
     pub(super) fn launch_failed(&mut self, index: u64, err: LaunchError) {
-        let Some(run) = self.runs.get_mut(&index) else {
+        let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) else {
             return;
         };
-        let sandbox = run.sandbox;
-        let running = |s: &Sandbox| s.phase == Phase::Running;
-        let err = if self.sandboxes.get(&sandbox).is_some_and(running) {
-            err
-        } else {
+        let err = if self.sandbox_ending(sandbox) {
             // Whatever the launch met on its way, it met because the sandbox was being taken apart.
-            LaunchError::new(Code::Gone, "the sandbox has ended").with("met", err.message)
+            gone().with("met", err.message)
+        } else {
+            err
+        };
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
         };
         if let Some(leaf) = &run.leaf {
             let _ = leaf.remove();
@@ -360,68 +380,131 @@ impl Server {
     }
 }
 
+/// The cgroup of a run to be.
+enum TakenLeaf {
+    New(String),
+    Free(FreeLeaf),
+}
+
+impl TakenLeaf {
+    fn name(&self) -> &str {
+        match self {
+            Self::New(name) => name,
+            Self::Free(free) => &free.name,
+        }
+    }
+}
+
+/// Our ends of the pipes once more, for the message to the keeper.
+struct Copies {
+    out: [Arc<OwnedFd>; 2],
+    feed: Option<Feed>,
+}
+
+impl Copies {
+    fn of(pipes: &Pipes) -> Self {
+        Self {
+            out: pipes.out.clone(),
+            feed: pipes.feed.clone(),
+        }
+    }
+}
+
 struct Launched {
     entered: Entered,
     leaf: Arc<dyn Leaf>,
     meta: Meta,
 }
 
-/// Makes the cgroup, starts the program, and tells the keeper its number at once.
-fn launch_in_worker(
-    plan: &RunPlan,
-    stdio: &Stdio,
-    place: &dyn Place,
-    init: BorrowedFd<'_>,
-    link: &Link,
-    mut meta: Meta,
-) -> Result<Launched, LaunchError> {
-    let leaf = place.create_run(&plan.run, plan.memory_cgroup)?;
-    let before = leaf.usage().unwrap_or_default();
-    meta.base_oom = before.oom_kills;
-    meta.base_pids = before.pids_max_events;
-    let fds = [
-        stdio.stdin.as_fd(),
-        stdio.stdout.as_fd(),
-        stdio.stderr.as_fd(),
-    ];
-    let entered = match place.enter(plan, fds, &*leaf, init) {
-        Ok(entered) => entered,
-        Err(err) => {
-            let _ = leaf.kill();
-            let _ = leaf.remove();
-            return Err(err);
-        }
-    };
-    match keep_started(plan, link, &meta, &entered) {
-        Ok(()) => Ok(Launched {
-            entered,
-            leaf,
-            meta,
-        }),
-        Err(err) => {
-            undo(&*leaf, &entered);
-            Err(err)
-        }
-    }
+/// All that a worker needs.
+struct Launch<'a> {
+    plan: &'a RunPlan,
+    stdio: &'a Stdio,
+    copies: &'a Copies,
+    place: &'a dyn Place,
+    init: BorrowedFd<'a>,
+    link: &'a Link,
+    records: &'a Records,
 }
 
-fn keep_started(
-    plan: &RunPlan,
-    link: &Link,
-    meta: &Meta,
-    entered: &Entered,
-) -> Result<(), LaunchError> {
-    fail::at("run.cloned")?;
-    let put = Put {
-        key: run::key(&plan.sandbox, &plan.run),
-        meta: Some(run::encode(meta)),
-        pid: Some(entered.pid),
-        add: vec![run::STATUS.to_owned(), run::PIDFD.to_owned()],
-        close: Vec::new(),
-    };
-    let fds = [entered.status.as_fd(), entered.pidfd.as_fd()];
-    link.put(put, &fds).step("run.put_pid")?;
-    fail::at("run.put_pid")
+impl Launch<'_> {
+    /// Marks the run, makes the cgroup if need be, starts the program, and tells the keeper all about it
+    /// at once. One message is enough: until it is sent the mark says that the ending would not be known.
+    /// The mark comes last before the start: a run that died waiting for its turn was never launched.
+    fn carry_out(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Launched, LaunchError> {
+        self.records
+            .mark_run(&self.plan.sandbox, &self.plan.run, leaf.name())
+            .step("run.mark")?;
+        fail::at("run.marked")?;
+        let memory = self.plan.memory_cgroup;
+        let (leaf, before) = match leaf {
+            TakenLeaf::Free(free) => (free.leaf, free.used),
+            TakenLeaf::New(name) => {
+                let leaf = self.place.create_leaf(&name, memory)?;
+                // Its own counters are new; the memory group may be the whole sandbox's.
+                let before = if memory {
+                    RunUsage::default()
+                } else {
+                    leaf.usage().unwrap_or_default()
+                };
+                (leaf, before)
+            }
+        };
+        meta.base_oom = before.oom_kills;
+        meta.base_user_us = before.user_us;
+        meta.base_system_us = before.system_us;
+        meta.base_pids = leaf.pids_max_events();
+        let fds = [
+            self.stdio.stdin.as_fd(),
+            self.stdio.stdout.as_fd(),
+            self.stdio.stderr.as_fd(),
+        ];
+        let entered = match self.place.enter(self.plan, fds, &*leaf, self.init) {
+            Ok(entered) => entered,
+            Err(err) => {
+                let _ = leaf.kill();
+                let _ = leaf.remove();
+                return Err(err);
+            }
+        };
+        match self.keep(&meta, &entered) {
+            Ok(()) => Ok(Launched {
+                entered,
+                leaf,
+                meta,
+            }),
+            Err(err) => {
+                undo(&*leaf, &entered);
+                Err(err)
+            }
+        }
+    }
+
+    fn keep(&self, meta: &Meta, entered: &Entered) -> Result<(), LaunchError> {
+        fail::at("run.cloned")?;
+        let names = [run::PIPES[0], run::PIPES[1], run::STATUS, run::PIDFD];
+        let [out, err] = &self.copies.out;
+        let mut fds = vec![
+            out.as_fd(),
+            err.as_fd(),
+            entered.status.as_fd(),
+            entered.pidfd.as_fd(),
+        ];
+        let mut add: Vec<String> = names.map(str::to_owned).into();
+        if let Some(feed) = &self.copies.feed {
+            add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
+            fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);
+        }
+        let put = Put {
+            key: run::key(&self.plan.sandbox, &self.plan.run),
+            meta: Some(run::encode(meta)),
+            pid: Some(entered.pid),
+            add,
+            close: Vec::new(),
+        };
+        self.link.put(put, &fds).step("run.put_pid")?;
+        fail::at("run.put_pid")
+    }
 }
 
 /// Ends and collects a process that was started but could not be noted.
@@ -453,7 +536,7 @@ fn make_pipes(stdin: &[u8]) -> io::Result<(Stdio, Pipes)> {
             stderr,
         },
         Pipes {
-            out: [out, err],
+            out: [Arc::new(out), Arc::new(err)],
             feed,
         },
     ))
@@ -474,7 +557,11 @@ fn make_stdin(data: &[u8]) -> io::Result<(OwnedFd, Option<Feed>)> {
         SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW,
     )?;
     rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0))?;
-    Ok((read, Some(Feed { pipe: write, file })))
+    let feed = Feed {
+        pipe: Arc::new(write),
+        file: Arc::new(file),
+    };
+    Ok((read, Some(feed)))
 }
 
 fn write_all(fd: &OwnedFd, mut data: &[u8]) -> io::Result<()> {

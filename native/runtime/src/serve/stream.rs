@@ -329,6 +329,7 @@ impl Run {
     /// Whether a follower is so far behind that the pipe is to fill.
     fn lags(&self, s: usize) -> bool {
         self.hold
+            || self.ending
             || self
                 .slowest(s)
                 .is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)

@@ -28,7 +28,7 @@ class ContainerRuntime:
         self._handle = handle
         self._ended = ended
         self._endings = endings
-        self._guest = ContainerGuest(client, handle, ended, lambda: handle.id in endings.stopping)
+        self._guest = ContainerGuest(client, handle, ended)
         self._stopped: Exit | None = None
 
     @property
@@ -46,14 +46,10 @@ class ContainerRuntime:
     async def stop(self, *, grace_s: float = 0.0) -> Exit:
         # Also when it has ended by itself: stopping is what releases all it had.
         if self._stopped is None:
-            self._endings.stopping.add(self._handle.id)
             try:
                 self._stopped = plans.ending(await self._client.stop(self._handle.id, grace_s))
             except (NotFound, SandboxLost):
                 self._stopped = known(self._ended) or Exit(reason="lost")
-            except DsecError:
-                self._endings.stopping.discard(self._handle.id)
-                raise
             self._endings.ended(self._handle.id, self._stopped)
         return self._stopped
 

@@ -25,8 +25,6 @@ class Endings:
     def __init__(self, client: RuntimeClient) -> None:
         self._client = client
         self._futures: dict[str, asyncio.Future[Exit]] = {}
-        # Those that are being stopped on our behalf: what is killed there was not killed for its own sake.
-        self.stopping: set[str] = set()
         self._subscribed = False
         self._checking: asyncio.Task[None] | None = None
 
@@ -43,7 +41,6 @@ class Endings:
 
     def ended(self, sandbox_id: str, exit_: Exit) -> None:
         """It is known that this sandbox has ended."""
-        self.stopping.discard(sandbox_id)
         future = self._futures.pop(sandbox_id, None)
         if future is not None and not future.done():
             future.set_result(exit_)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from signal import SIGKILL
 from typing import Final, TypeVar
 
 from dsec.backends.base import Exit, Handle, ProcessInfo, RunOutcome, RunPlan, Sink
 from dsec.backends.container import plans
 from dsec.backends.container.endings import known
-from dsec.linux import proc
 from dsec.model.errors import NotFound, SandboxLost
 from dsec.wire import values as v
 from dsec.wire.runtime import RuntimeClient
 
 T = TypeVar("T")
 
-# How long the report of a sandbox's end may take once its programs are known to be dead.
+# How long the report of a sandbox's end may take once it is known that it ends.
 END_KNOWN_WITHIN_S: Final = 5.0
 
 
@@ -34,19 +32,19 @@ def lost(sandbox_id: str, exit_: Exit) -> SandboxLost:
 class ContainerGuest:
     """The `Guest` of a container."""
 
-    def __init__(
-        self, client: RuntimeClient, handle: Handle, ended: asyncio.Future[Exit], stopping: Callable[[], bool]
-    ) -> None:
+    def __init__(self, client: RuntimeClient, handle: Handle, ended: asyncio.Future[Exit]) -> None:
         self._client = client
         self._id = handle.id
-        self._init_pid = int(handle.data.get("init_pid") or 0)
         self._ended = ended
-        self._stopping = stopping
 
     async def _ask(self, call: Awaitable[T]) -> T:
         """NotFound may mean the program or the sandbox; the sandbox's end is what a caller has to hear of first."""
         try:
             return await call
+        except SandboxLost:
+            # Its end is reported when all of it is released; by then it is known why.
+            await asyncio.wait((self._ended,), timeout=END_KNOWN_WITHIN_S)
+            raise lost(self._id, known(self._ended) or Exit(reason="lost", detail="it is being ended")) from None
         except NotFound:
             self._alive()
             status = await self._status()
@@ -69,27 +67,14 @@ class ContainerGuest:
     ) -> RunOutcome:
         self._alive()
         start = plans.run_start(self._id, plan)
-        return await self._checked(await self._ask(self._client.run(start, sink=sink, started=started)))
+        return plans.outcome(await self._ask(self._client.run(start, sink=sink, started=started)))
 
     async def attach(
         self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
     ) -> RunOutcome:
         self._alive()
         attach = v.RunAttach(sandbox=self._id, run=process_id, offsets=offsets)
-        return await self._checked(await self._ask(self._client.attach(attach, sink=sink)))
-
-    async def _checked(self, result: v.RunResult) -> RunOutcome:
-        """A program that was killed because its sandbox ends has no result: nobody may take that for its own failure.
-
-        The kernel kills a process namespace from the inside out: its programs end before its init can be waited for, so
-        their ends arrive first, and the init tells by its flags that it is on its way.
-        """
-        by_us = result.cause == "killed" and (self._stopping() or self._ended.done())
-        by_kernel = result.signal == SIGKILL and result.cause in ("signalled", "killed")
-        if by_us or (by_kernel and proc.is_ending(self._init_pid)):
-            await asyncio.wait((self._ended,), timeout=END_KNOWN_WITHIN_S)
-            raise lost(self._id, known(self._ended) or Exit(reason="lost", detail="it is being ended"))
-        return plans.outcome(result)
+        return plans.outcome(await self._ask(self._client.attach(attach, sink=sink)))
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
         self._alive()

@@ -1,0 +1,304 @@
+//! Results: put together, kept in the keeper, delivered, forgotten.
+
+use std::os::fd::AsFd;
+
+use dsec_launch::cgroup::RunUsage;
+use dsec_launch::plan::Code;
+use dsec_launch::LaunchError;
+
+use super::ending::cause;
+use super::run::{self, Outcome, Run};
+use super::Server;
+use crate::kproto::{Fallen, Put};
+use crate::proto::{Nothing, ResultUsage, RunResult};
+use crate::warning;
+
+/// Results of one sandbox that are kept after they were delivered.
+const MAX_KEPT: usize = 256;
+
+impl Server {
+    pub(super) fn keep_meta(&mut self, index: u64) {
+        let Some(run) = self.runs.get(&index) else {
+            return;
+        };
+        let put = Put {
+            key: run.key(),
+            meta: Some(run.encoded()),
+            ..Put::default()
+        };
+        if let Err(e) = self.link.put(put, &[]) {
+            warning!("keeper.put", error = e);
+        }
+    }
+
+    /// One message: the outcome, and every descriptor that is not needed any more.
+    pub(super) fn keep_outcome(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let mut close: Vec<String> = Vec::new();
+        for s in 0..2 {
+            run.inline_small(s);
+            let stream = &mut run.streams[s];
+            if stream.pipe.is_none() && std::mem::take(&mut stream.kept_pipe) {
+                close.push(run::PIPES[s].to_owned());
+            }
+            if stream.segment.is_none() && std::mem::take(&mut stream.kept_segment) {
+                close.push(run::SEGMENTS[s].to_owned());
+            }
+        }
+        close.push(run::STATUS.to_owned());
+        close.push(run::PIDFD.to_owned());
+        run.kept_others = run.kept_others.saturating_sub(2);
+        let put = Put {
+            key: run.key(),
+            meta: Some(run.encoded()),
+            close,
+            ..Put::default()
+        };
+        if let Err(e) = self.link.put(put, &[]) {
+            warning!("keeper.put", error = e);
+        }
+    }
+
+    /// A follower gets the result.
+    pub(super) fn deliver(&mut self, index: u64, position: usize) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let reader = run.readers.remove(position);
+        run.delivered = true;
+        let result = match &run.meta.outcome {
+            Some(outcome) if outcome.gone => Err(gone()),
+            _ => run.result().ok_or_else(|| {
+                LaunchError::new(Code::Internal, "a run that has not ended has no result")
+            }),
+        };
+        self.unfollow(reader.client, index);
+        self.answer(reader.client, reader.request, result);
+        self.forget_if_over(index);
+    }
+
+    /// Its ending cannot be known.
+    pub(super) fn lost(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let name = (run.sandbox_id.clone(), run.id.clone());
+        let sandbox = run.sandbox;
+        if let Some(leaf) = &run.leaf {
+            let _ = leaf.kill();
+        }
+        let readers = std::mem::take(&mut run.readers);
+        let err = super::start::unknown(&name.1);
+        self.remove_entry(index);
+        self.unknown.insert(name);
+        for reader in readers {
+            self.unfollow(reader.client, index);
+            self.answer(
+                reader.client,
+                reader.request,
+                Err::<Nothing, _>(err.clone()),
+            );
+        }
+        self.run_ended(sandbox);
+    }
+
+    /// `run.forget`, or room is needed.
+    pub(super) fn forget(&mut self, index: u64) {
+        if let Some(run) = self.runs.get_mut(&index) {
+            let name = (run.sandbox_id.clone(), run.id.clone());
+            run.meta.forgotten = true;
+            self.run_ids.remove(&name);
+            let _ = self.records.unmark_run(&name.0, &name.1);
+            if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
+                s.runs.remove(&name.1);
+            }
+            let over = run.over();
+            if run.readers.is_empty() {
+                for s in 0..2 {
+                    run.streams[s].segment = None;
+                }
+            }
+            if !over {
+                self.keep_meta(index);
+            }
+        }
+        self.forget_if_over(index);
+    }
+
+    /// A forgotten run stays for as long as something of it holds a pipe.
+    pub(super) fn forget_if_over(&mut self, index: u64) {
+        let gone = self
+            .runs
+            .get(&index)
+            .is_some_and(|r| r.meta.forgotten && r.readers.is_empty() && r.over());
+        if gone {
+            self.remove_entry(index);
+        }
+    }
+
+    /// Drops a run here, in the keeper and on disk.
+    pub(super) fn remove_run(&mut self, index: u64) {
+        if let Some(run) = self.runs.get(&index) {
+            let _ = self.records.unmark_run(&run.sandbox_id, &run.id);
+        }
+        self.remove_entry(index);
+    }
+
+    /// Drops a run here and in the keeper.
+    fn remove_entry(&mut self, index: u64) {
+        let Some(run) = self.runs.remove(&index) else {
+            return;
+        };
+        let key = run.key();
+        if !run.meta.forgotten {
+            self.run_ids
+                .remove(&(run.sandbox_id.clone(), run.id.clone()));
+            if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
+                s.runs.remove(&run.id);
+            }
+        }
+        if let Some(timer) = run.timer {
+            self.timers.remove(&timer);
+        }
+        for stream in &run.streams {
+            if let Some(pipe) = stream.pipe.as_ref().filter(|_| stream.watched) {
+                self.unwatch(pipe.as_fd());
+            }
+        }
+        let others = [&run.status, &run.emptied];
+        for fd in others.into_iter().flatten() {
+            self.unwatch(fd.as_fd());
+        }
+        if let Some(fd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
+            self.unwatch(fd.as_fd());
+        }
+        if let Some(feed) = &run.feed {
+            self.unwatch(feed.pipe.as_fd());
+        }
+        if let Err(e) = self.link.del(&key, run.kept()) {
+            warning!("keeper.del", error = e);
+        }
+    }
+
+    /// The oldest results that were delivered make room.
+    pub(super) fn drop_old_results(&mut self, sandbox: u64) {
+        let Some(s) = self.sandboxes.get(&sandbox) else {
+            return;
+        };
+        if s.runs.len() <= MAX_KEPT {
+            return;
+        }
+        let runs = s.runs.values().filter_map(|i| Some((i, self.runs.get(i)?)));
+        let mut done: Vec<(u64, u64)> = runs
+            .filter(|(_, r)| r.done() && r.delivered && r.readers.is_empty())
+            .map(|(i, r)| (r.meta.started_mono_ns, *i))
+            .collect();
+        if done.len() <= MAX_KEPT {
+            return;
+        }
+        done.sort_unstable();
+        for (_, index) in &done[..done.len() - MAX_KEPT] {
+            self.forget(*index);
+        }
+    }
+}
+
+impl Run {
+    /// Nothing of it is left to look after.
+    fn over(&self) -> bool {
+        self.done() && self.streams.iter().all(|s| s.pipe.is_none()) && self.leaf.is_none()
+    }
+
+    /// What the ending, the counters and what was noted before add up to.
+    pub(super) fn outcome(
+        &self,
+        ending: &Fallen,
+        used: Option<RunUsage>,
+        leftover: u64,
+    ) -> Outcome {
+        let ooms = used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom));
+        let pids = used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids));
+        let mut limits_hit = Vec::new();
+        if ooms > 0 {
+            limits_hit.push("memory".to_owned());
+        }
+        if pids > 0 {
+            limits_hit.push("pids".to_owned());
+        }
+        let dropped = |s: usize| {
+            let kept = self.meta.head_bytes + self.meta.tail_bytes;
+            self.streams[s].total > kept
+        };
+        if dropped(0) || dropped(1) {
+            limits_hit.push("output".to_owned());
+        }
+        let usage = ResultUsage {
+            user_us: used
+                .map_or(0, since(|u| u.user_us, self.meta.base_user_us))
+                .max(ending.user_us),
+            system_us: used
+                .map_or(0, since(|u| u.system_us, self.meta.base_system_us))
+                .max(ending.system_us),
+            max_rss_bytes: ending.max_rss_bytes,
+            memory_peak_bytes: used.map_or(0, |u| u.memory_peak_bytes),
+        };
+        Outcome {
+            exit_code: ending.code,
+            signal: ending.signal,
+            cause: cause(ending, self.meta.marked, ooms > 0),
+            limits_hit,
+            duration_ns: ending.at_ns.saturating_sub(self.meta.started_mono_ns),
+            usage,
+            leftover,
+            totals: [self.streams[0].total, self.streams[1].total],
+            gone: false,
+            inline: [None, None],
+        }
+    }
+
+    /// Small output moves into the outcome, which saves a descriptor here and in the keeper.
+    fn inline_small(&mut self, s: usize) {
+        let kept = self.meta.head_bytes + self.meta.tail_bytes;
+        if self.streams[s].total > run::INLINE_MAX {
+            return;
+        }
+        // A follower gets every byte, also what does not count for the result.
+        if self.streams[s].total > kept && self.readers.iter().any(|r| r.stream) {
+            return;
+        }
+        let Some(data) = self.whole_stream(s) else {
+            return;
+        };
+        if let Some(outcome) = &mut self.meta.outcome {
+            outcome.inline[s] = Some(data.into());
+            self.streams[s].segment = None;
+        }
+    }
+
+    fn result(&self) -> Option<RunResult> {
+        let outcome = self.meta.outcome.as_ref()?;
+        Some(RunResult {
+            run: self.id.clone(),
+            exit_code: outcome.exit_code,
+            signal: outcome.signal,
+            cause: outcome.cause,
+            limits_hit: outcome.limits_hit.clone(),
+            started_ns: self.meta.started_ns,
+            duration_ns: outcome.duration_ns,
+            streams: [self.stream_result(0), self.stream_result(1)],
+            usage: outcome.usage,
+            leftover: outcome.leftover,
+        })
+    }
+}
+
+pub(super) fn gone() -> LaunchError {
+    LaunchError::new(Code::Gone, "the sandbox has ended")
+}
+
+/// What a counter has grown by.
+fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
+    move |used| counter(used).saturating_sub(before)
+}

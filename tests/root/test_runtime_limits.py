@@ -1,0 +1,197 @@
+"""The native runtime: limits and what is told of them, cgroups that serve one run after the other, endings that are
+not a run's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.root.test_runtime import BINARY, create, frozen_file, make_node, sh
+from tests.root.test_runtime import pytestmark as needs
+
+pytestmark = needs
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = make_node()
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def box(node: Node) -> Iterator[tuple[Client, str]]:
+    with node.client() as c:
+        create(c, "a")
+        yield c, "a"
+
+
+# Limits
+
+
+def test_out_of_memory_is_the_cause(node: Node) -> None:
+    with node.client() as c:
+        create(c, "a", memory_bytes=48 << 20)
+        _out_of_memory(c, "a")
+
+
+def _out_of_memory(c: Client, s: str) -> None:
+    eat = 'x=$(head -c 1000000000 /dev/zero | tr "\\0" x)'
+    r = c.call("run.start", **run_plan(s, "r", ["sh", "-c", eat], memory_cgroup=True))
+    assert (r["signal"], r["cause"], r["limits_hit"]) == (9, "oom", ["memory"])
+    assert r["usage"]["memory_peak_bytes"] > 32 << 20
+    # A child's end is told too, whatever its parent makes of it; and it stays with the run it happened in.
+    r = c.call("run.start", **run_plan(s, "child", sh(f"sh -c '{eat}' ; exit 4"), memory_cgroup=True))
+    assert (r["exit_code"], r["cause"], r["limits_hit"]) == (4, "exited", ["memory"])
+    r = c.call("run.start", **run_plan(s, "q", ["true"], memory_cgroup=True))
+    assert (r["exit_code"], r["limits_hit"]) == (0, [])
+    assert r["usage"]["memory_peak_bytes"] < 16 << 20
+
+
+def test_the_limit_of_processes_is_told(node: Node) -> None:
+    with node.client() as c:
+        create(c, "a", pids_max=12)
+        r = c.call("run.start", **run_plan("a", "r", sh("for i in $(seq 30); do sleep 1 & done; wait")))
+        assert r["limits_hit"] == ["pids"]
+        r = c.call("run.start", **run_plan("a", "q", ["true"]))
+        assert (r["exit_code"], r["limits_hit"]) == (0, [])
+
+
+@pytest.mark.parametrize("kind", ["auto", "ext4", "tmpfs"])
+def test_a_full_disk_is_told(node: Node, kind: str) -> None:
+    with node.client() as c:
+        create(c, "a", upper={"kind": kind, "bytes": 16 << 20, "inodes": 0})
+        r = c.call("run.start", **run_plan("a", "some", ["dd", "if=/dev/zero", "of=/some", "bs=1M", "count=2"]))
+        assert (r["exit_code"], r["limits_hit"]) == (0, [])
+        r = c.call("run.start", **run_plan("a", "all", ["dd", "if=/dev/urandom", "of=/all", "bs=64k"]))
+        assert (r["exit_code"], r["limits_hit"]) == (1, ["disk"])
+        c.call("run.start", **run_plan("a", "rm", ["rm", "/all"]))
+        # What a removed file held may come back a little later.
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            run = f"again-{os.urandom(4).hex()}"
+            r = c.call("run.start", **run_plan("a", run, ["dd", "if=/dev/zero", "of=/again", "bs=1M", "count=2"]))
+            if r["limits_hit"] == []:
+                break
+        assert (r["exit_code"], r["limits_hit"]) == (0, [])
+
+
+def leaves(node: Node, sandbox: str) -> list[str]:
+    payload = frozen_file(node, sandbox).parent
+    return sorted(p.name for p in payload.glob("run-*"))
+
+
+def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
+    """Never two at once, never while something is left in it, and nothing of one run is told of another."""
+    with node.client() as c:
+        create(c, "a")
+
+        def run(name: str, argv: list[str | bytes]) -> dict[str, Any]:
+            return c.call("run.start", **run_plan("a", name, argv, memory_cgroup=True))
+
+        burn = run("burn", sh("i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"))
+        burnt = burn["usage"]["user_us"] + burn["usage"]["system_us"]
+        after = run("after", ["true"])["usage"]
+        assert after["user_us"] + after["system_us"] < burnt
+        run("server", sh("sleep 1000 & echo up"))
+        before = set(leaves(node, "a"))
+        for i in range(5):
+            assert run(f"r{i}", ["true"])["leftover"] == 0
+        kept = set(leaves(node, "a"))
+        assert before <= kept, "what a leftover lives in is kept"
+        assert len(kept) <= len(before) + 1
+        r = c.call("run.start", **run_plan("a", "late", sh("sleep 1000"), memory_cgroup=True, timeout_ms=200))
+        assert r["cause"] == "timeout"
+        init = c.call("sandbox.get", id="a")["init_pid"]
+        inside = Path(f"/proc/{init}/root/proc").glob("[0-9]*/cmdline")
+        assert sum(b"sleep" in p.read_bytes() for p in inside) == 1, "the kill reached another run's leftover"
+        node.kill_runtime()
+    with node.client() as c:
+        r = c.call("run.start", **run_plan("a", "new", ["true"], memory_cgroup=True))
+        assert (r["exit_code"], r["leftover"]) == (0, 0)
+
+
+# Results that are kept
+
+
+def test_old_results_make_room(box: tuple[Client, str]) -> None:
+    c, s = box
+    for i in range(300):
+        assert c.call("run.start", **run_plan(s, f"r{i}", ["true"]))["exit_code"] == 0
+    known = {r["run"] for r in c.call("run.list", sandbox=s)["runs"]}
+    assert 256 <= len(known) <= 258
+    assert "r299" in known
+    with pytest.raises(RuntimeFault) as e:
+        c.call("run.attach", sandbox=s, run="r0")
+    assert e.value.code == "not_found"
+    assert c.call("run.attach", sandbox=s, run="r299")["exit_code"] == 0
+
+
+# Endings that are not a run's own
+
+
+def test_what_ends_with_its_sandbox_has_no_result(node: Node) -> None:
+    with node.client() as c, node.client() as other:
+        for how in ("stop", "grace", "init"):
+            init = create(c, how)["init_pid"]
+            n = c.send("run.start", run_plan(how, "r", ["sleep", "100"]))
+            while c.recv().get("ev") != "started":
+                pass
+            if how == "init":
+                os.kill(init, signal.SIGKILL)
+            else:
+                other.call("sandbox.stop", id=how, grace_ms=0 if how == "stop" else 20_000)
+            with pytest.raises(RuntimeFault) as e:
+                c.wait(n, [])
+            assert e.value.code == "gone", how
+
+
+def test_a_kill_before_the_stop_keeps_its_cause(node: Node) -> None:
+    with node.client() as c, node.client() as other:
+        create(c, "a")
+        n = c.send("run.start", run_plan("a", "r", ["sleep", "100"]))
+        while c.recv().get("ev") != "started":
+            pass
+        other.call("run.kill", sandbox="a", run="r", signal=0, cause="timeout")
+        other.call("sandbox.stop", id="a")
+        assert c.wait(n, [])["cause"] == "timeout"
+
+
+def test_a_create_that_takes_too_long_is_undone() -> None:
+    node = make_node(env={"DSEC_NATIVE_FAILPOINTS": "create.cloned:1:hang"})
+    try:
+        with node.client() as c:
+            with pytest.raises(RuntimeFault) as e:
+                create(c, "a", deadline_ms=500)
+            assert e.value.code == "deadline"
+            assert c.call("sandbox.list")["sandboxes"] == []
+    finally:
+        node.stop()
+
+
+def test_the_keeper_keeps_nothing_of_its_starter_open() -> None:
+    ours, theirs = os.pipe()
+    os.set_inheritable(theirs, True)
+    assert BINARY is not None
+    node = Node(BINARY, pass_fds=(theirs,))
+    try:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        assert os.read(ours, 1) == b"", "the end of the pipe does not come while somebody has it open"
+    finally:
+        os.close(ours)
+        node.stop()
+
+
+def test_a_program_starts_with_default_signals(box: tuple[Client, str]) -> None:
+    c, s = box
+    r = c.call("run.start", **run_plan(s, "r", ["grep", "-E", "^Sig(Blk|Ign|Cgt)", "/proc/self/status"]))
+    fields = r["streams"][0]["head"].split()
+    assert fields[1::2] == [b"0" * 16] * 3, fields
