@@ -543,22 +543,12 @@ def _checked_run(node: Node, run: str, sizes: list[int], code: int, *, streaming
     plan = run_plan("a", run, sh(script), head_bytes=1 << 20, tail_bytes=1 << 20)
     want = [_pattern(1000, sizes[0]), _pattern(5000, sizes[1])]
     got = [bytearray(), bytearray()]
-    launched = False
     while True:
         try:
             with node.client() as c:
                 follow = {"stream": streaming, "window": WINDOW, "offsets": [len(got[0]), len(got[1])]}
-                try:
-                    number = c.send("run.start", plan | follow)
-                    _, r = stream(c, number, got=got)
-                except RuntimeFault as e:
-                    if e.code != "unknown":
-                        raise
-                    # Killed between the clone and the note of it: said, not invented. Another try.
-                    c.call("run.forget", sandbox="a", run=run)
-                    assert not launched
-                    got = [bytearray(), bytearray()]
-                    continue
+                number = c.send("run.start", plan | follow)
+                _, r = stream(c, number, got=got)
                 break
         except (ConnectionError, BrokenPipeError, TimeoutError):
             continue
@@ -572,6 +562,32 @@ def _checked_run(node: Node, run: str, sizes: list[int], code: int, *, streaming
             assert out["tail"] == want[s][-len(out["tail"]) :]
         if streaming:
             assert bytes(got[s]) == want[s]
+
+
+@pytest.mark.parametrize("point", ["run.marked", "run.cloned", "run.put_pid", "run.ended", "run.reaped"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_runtime_that_dies_during_a_launch_knows_what_has_begun(point: str, *, streaming: bool) -> None:
+    """A run has begun, and is here; or it has certainly not, and can be sent again. It never runs twice."""
+    # The second time: the first launch of the runtime that comes after is to work.
+    node = make_node(env={"DSEC_NATIVE_FAILPOINTS": f"{point}:2:kill"})
+    try:
+        with node.client() as c:
+            create(c, "a")
+            c.call("run.start", **run_plan("a", "first", ["true"]))
+            plan = run_plan("a", "r", sh("echo x >>/ran; cat /ran; exit 7"), stream=streaming, window=WINDOW)
+            with pytest.raises((ConnectionError, BrokenPipeError)):
+                stream(c, c.send("run.start", plan))
+        begun = point not in ("run.marked", "run.cloned")
+        with node.client() as c:
+            known = {run["run"] for run in c.call("run.list", sandbox="a")["runs"]}
+            assert ("r" in known) is begun
+            if not begun:
+                with pytest.raises(RuntimeFault, match="not_found"):
+                    c.call("run.attach", sandbox="a", run="r")
+            _, r = stream(c, c.send("run.start", plan))
+            assert (r["exit_code"], r["streams"][0]["head"]) == (7, b"x\n")
+    finally:
+        node.stop()
 
 
 def test_an_upgrade_under_load(node: Node) -> None:

@@ -32,15 +32,17 @@ pub(crate) struct EnterFds {
     pub init: OwnedFd,
     pub stdio: [OwnedFd; 3],
     pub status: OwnedFd,
+    pub gate: OwnedFd,
 }
 
 impl EnterFds {
     pub(crate) fn of(fds: Vec<OwnedFd>) -> Option<Self> {
-        let [init, stdin, stdout, stderr, status]: [OwnedFd; 5] = fds.try_into().ok()?;
+        let [init, stdin, stdout, stderr, status, gate]: [OwnedFd; 6] = fds.try_into().ok()?;
         Some(Self {
             init,
             stdio: [stdin, stdout, stderr],
             status,
+            gate,
         })
     }
 }
@@ -140,7 +142,20 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
     cred::set_caps(permitted, permitted).step("enter.caps")?;
+    wait_for(&entry.fds.gate)?;
     Err(exec(plan, &argv, &env))
+}
+
+/// Nothing of the program may happen before it is known to be remembered that it has begun.
+fn wait_for(gate: &OwnedFd) -> Result<()> {
+    let mut byte = [0u8];
+    match rustix::io::retry_on_intr(|| rustix::io::read(gate, &mut byte)).step("enter.gate")? {
+        0 => Err(LaunchError::new(
+            Code::Limit,
+            "the keeper could not take another run; nothing was begun",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
@@ -162,6 +177,7 @@ fn join(entry: &Entry<'_>) -> Result<()> {
         2,
         entry.fds.init.as_raw_fd(),
         entry.fds.status.as_raw_fd(),
+        entry.fds.gate.as_raw_fd(),
     ];
     process::close_all_but(&keep).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)

@@ -65,11 +65,20 @@ pub struct Target<'a> {
 
 /// A child of the caller's process. `status`: end of file = the program was exec'ed; otherwise a
 /// msgpack `LaunchError` (see [`read_status`]) and the process exits with 127.
+///
+/// The child gets ready, and executes the program only after [`begin`] on `gate`. When every copy of
+/// that is closed without it, nothing is executed: who has begun a program is decided in one place.
 #[derive(Debug)]
 pub struct Entered {
     pub pid: i32,
     pub pidfd: OwnedFd,
     pub status: OwnedFd,
+    pub gate: OwnedFd,
+}
+
+/// Lets the program of a run begin.
+pub fn begin(gate: BorrowedFd<'_>) -> std::io::Result<()> {
+    Ok(rustix::io::write(gate, &[1]).map(drop)?)
 }
 
 #[derive(Debug)]
@@ -286,6 +295,7 @@ impl Launcher {
         // Its way in is the descriptor.
         plan.stdin.clear();
         let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
+        let (their_gate, gate) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
         let request = Request::Enter {
             plan: Box::new(plan),
             policy: target.policy.clone(),
@@ -294,7 +304,8 @@ impl Launcher {
             memory: cgroup.memory_path(),
         };
         let [stdin, stdout, stderr] = stdio;
-        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs.as_fd()];
+        let (theirs, their_gate) = (theirs.as_fd(), their_gate.as_fd());
+        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
         let entered = self.with(|process| {
             send(process, &request, &fds)?;
             match process.receive(Instant::now() + ENTER_DEADLINE)? {
@@ -307,7 +318,12 @@ impl Launcher {
             }
         });
         let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
-        Ok(Entered { pid, pidfd, status })
+        Ok(Entered {
+            pid,
+            pidfd,
+            status,
+            gate,
+        })
     }
 }
 

@@ -31,7 +31,7 @@ pub(crate) enum Request {
         upper: String,
         uid_base: u32,
     },
-    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe.
+    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe, the gate.
     Enter {
         plan: Box<RunPlan>,
         policy: RunPolicy,
