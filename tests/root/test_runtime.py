@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import os
@@ -315,6 +316,11 @@ def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
         ({"stdin_open": True}, "unsupported", None),
         ({"argv": "x"}, "bad_request", "args"),
         ({"timeout_ms": -1}, "bad_request", "args"),
+        ({"cwd": b"/" + b"a/" * 2040}, "no_cwd", None),
+        ({"cwd": b"/" + b"\xff" * 4000}, "no_cwd", None),
+        ({"cwd": b"/" + b"a" * 5000}, "bad_request", "cwd"),
+        ({"argv": [b"x" * 5000]}, "no_program", None),
+        ({"argv": [b"/" + b"\n" * 100_000]}, "no_program", None),
     ],
 )
 def test_bad_runs_are_refused_by_name(
@@ -327,6 +333,15 @@ def test_bad_runs_are_refused_by_name(
     if field:
         assert e.value.detail["field"] == field
     assert c.call("run.list", sandbox=s)["runs"] == []
+
+
+def test_a_loop_of_links_is_named(box: tuple[Client, str]) -> None:
+    c, s = box
+    c.call("run.start", **run_plan(s, "ln", ["ln", "-s", "/loop", "/loop"]))
+    for over, code in (({"cwd": b"/loop"}, "no_cwd"), ({"argv": [b"/loop"]}, "no_program")):
+        with pytest.raises(RuntimeFault) as e:
+            c.call("run.start", **(run_plan(s, "r", ["true"]) | over))
+        assert (e.value.code, e.value.detail["errno"]) == (code, errno.ELOOP)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "a\0", "-a", ".a"])
@@ -679,6 +694,38 @@ def test_one_keeper_per_directory(node: Node) -> None:
     )
     assert again.returncode != 0
     assert b"running already" in again.stderr
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_killed_launcher_is_replaced_and_nobody_hears_of_it(node: Node, *, at_work: bool) -> None:
+    """What it had not read when it died was not begun: another one is asked."""
+    with node.client() as c:
+        create(c, "a")
+        c.call("run.start", **run_plan("a", "r", ["true"]))
+        pids = launchers(node)
+        assert pids
+        numbers = []
+        for pid in pids if at_work else ():
+            os.kill(pid, signal.SIGSTOP)
+        if at_work:
+            numbers = [c.send("run.start", run_plan("a", f"w{i}", ["true"])) for i in range(2)]
+            c.call("sandbox.list")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for number in numbers:
+            assert c.wait(number)["exit_code"] == 0
+        for i in range(len(pids)):
+            assert c.call("run.start", **run_plan("a", f"r{i}", ["true"]))["exit_code"] == 0
+        for i in range(len(pids)):
+            create(c, f"b{i}")
+        assert not set(pids) & set(launchers(node))
+
+
+def launchers(node: Node) -> list[int]:
+    """The runtime's own; inits and runs have another name."""
+    tasks = Path(f"/proc/{node.runtime_pid()}/task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return [pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "dsec-launcher\n"]
 
 
 def test_a_runtime_that_cannot_start_is_not_tried_for_ever_at_once(node: Node) -> None:

@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().map(String::as_str) == Some("launcher") {
-        dsec_launch::launcher::main(&arguments[1..]);
+        dsec_launch::launcher::main();
     }
     let [image, count] = arguments.as_slice() else {
         eprintln!("usage: measure BASE.erofs COUNT");

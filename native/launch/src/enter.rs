@@ -10,6 +10,7 @@ use crate::check;
 use crate::failpoint;
 use crate::filter::Program;
 use crate::init;
+use crate::launcher::STATUS_MAX;
 use crate::mounting::cstring;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step};
 use crate::server::Server;
@@ -98,7 +99,7 @@ fn gone_if(errno: i32, step: &str, error: &std::io::Error) -> LaunchError {
 fn child(entry: &Entry<'_>) -> ! {
     let Err(error) = become_program(entry);
     // The reader sees the error, or nothing if even this fails: then the exit code is all there is.
-    if let Ok(bytes) = rmp_serde::to_vec_named(&error) {
+    if let Ok(bytes) = rmp_serde::to_vec_named(&error.bounded(STATUS_MAX)) {
         let _ = rustix::io::write(&entry.fds.status, &bytes);
     }
     process::exit(FAILED)
@@ -251,6 +252,7 @@ fn exec(plan: &RunPlan, argv: &[CString], env: &[CString]) -> LaunchError {
         };
         let program = [directory, b"/", name].concat();
         if program.len() > PROGRAM_MAX {
+            worst = std::io::Error::from_raw_os_error(libc::ENAMETOOLONG);
             continue;
         }
         let Ok(program) = cstring(program) else {
