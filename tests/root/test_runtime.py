@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import os
@@ -315,6 +316,11 @@ def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
         ({"stdin_open": True}, "unsupported", None),
         ({"argv": "x"}, "bad_request", "args"),
         ({"timeout_ms": -1}, "bad_request", "args"),
+        ({"cwd": b"/" + b"a/" * 2040}, "no_cwd", None),
+        ({"cwd": b"/" + b"\xff" * 4000}, "no_cwd", None),
+        ({"cwd": b"/" + b"a" * 5000}, "bad_request", "cwd"),
+        ({"argv": [b"x" * 5000]}, "no_program", None),
+        ({"argv": [b"/" + b"\n" * 100_000]}, "no_program", None),
     ],
 )
 def test_bad_runs_are_refused_by_name(
@@ -327,6 +333,15 @@ def test_bad_runs_are_refused_by_name(
     if field:
         assert e.value.detail["field"] == field
     assert c.call("run.list", sandbox=s)["runs"] == []
+
+
+def test_a_loop_of_links_is_named(box: tuple[Client, str]) -> None:
+    c, s = box
+    c.call("run.start", **run_plan(s, "ln", ["ln", "-s", "/loop", "/loop"]))
+    for over, code in (({"cwd": b"/loop"}, "no_cwd"), ({"argv": [b"/loop"]}, "no_program")):
+        with pytest.raises(RuntimeFault) as e:
+            c.call("run.start", **(run_plan(s, "r", ["true"]) | over))
+        assert (e.value.code, e.value.detail["errno"]) == (code, errno.ELOOP)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "a\0", "-a", ".a"])
@@ -543,22 +558,12 @@ def _checked_run(node: Node, run: str, sizes: list[int], code: int, *, streaming
     plan = run_plan("a", run, sh(script), head_bytes=1 << 20, tail_bytes=1 << 20)
     want = [_pattern(1000, sizes[0]), _pattern(5000, sizes[1])]
     got = [bytearray(), bytearray()]
-    launched = False
     while True:
         try:
             with node.client() as c:
                 follow = {"stream": streaming, "window": WINDOW, "offsets": [len(got[0]), len(got[1])]}
-                try:
-                    number = c.send("run.start", plan | follow)
-                    _, r = stream(c, number, got=got)
-                except RuntimeFault as e:
-                    if e.code != "unknown":
-                        raise
-                    # Killed between the clone and the note of it: said, not invented. Another try.
-                    c.call("run.forget", sandbox="a", run=run)
-                    assert not launched
-                    got = [bytearray(), bytearray()]
-                    continue
+                number = c.send("run.start", plan | follow)
+                _, r = stream(c, number, got=got)
                 break
         except (ConnectionError, BrokenPipeError, TimeoutError):
             continue
@@ -572,6 +577,32 @@ def _checked_run(node: Node, run: str, sizes: list[int], code: int, *, streaming
             assert out["tail"] == want[s][-len(out["tail"]) :]
         if streaming:
             assert bytes(got[s]) == want[s]
+
+
+@pytest.mark.parametrize("point", ["run.marked", "run.cloned", "run.put_pid", "run.ended", "run.reaped"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_runtime_that_dies_during_a_launch_knows_what_has_begun(point: str, *, streaming: bool) -> None:
+    """A run has begun, and is here; or it has certainly not, and can be sent again. It never runs twice."""
+    # The second time: the first launch of the runtime that comes after is to work.
+    node = make_node(env={"DSEC_NATIVE_FAILPOINTS": f"{point}:2:kill"})
+    try:
+        with node.client() as c:
+            create(c, "a")
+            c.call("run.start", **run_plan("a", "first", ["true"]))
+            plan = run_plan("a", "r", sh("echo x >>/ran; cat /ran; exit 7"), stream=streaming, window=WINDOW)
+            with pytest.raises((ConnectionError, BrokenPipeError)):
+                stream(c, c.send("run.start", plan))
+        begun = point not in ("run.marked", "run.cloned")
+        with node.client() as c:
+            known = {run["run"] for run in c.call("run.list", sandbox="a")["runs"]}
+            assert ("r" in known) is begun
+            if not begun:
+                with pytest.raises(RuntimeFault, match="not_found"):
+                    c.call("run.attach", sandbox="a", run="r")
+            _, r = stream(c, c.send("run.start", plan))
+            assert (r["exit_code"], r["streams"][0]["head"]) == (7, b"x\n")
+    finally:
+        node.stop()
 
 
 def test_an_upgrade_under_load(node: Node) -> None:
@@ -663,6 +694,38 @@ def test_one_keeper_per_directory(node: Node) -> None:
     )
     assert again.returncode != 0
     assert b"running already" in again.stderr
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_killed_launcher_is_replaced_and_nobody_hears_of_it(node: Node, *, at_work: bool) -> None:
+    """What it had not read when it died was not begun: another one is asked."""
+    with node.client() as c:
+        create(c, "a")
+        c.call("run.start", **run_plan("a", "r", ["true"]))
+        pids = launchers(node)
+        assert pids
+        numbers = []
+        for pid in pids if at_work else ():
+            os.kill(pid, signal.SIGSTOP)
+        if at_work:
+            numbers = [c.send("run.start", run_plan("a", f"w{i}", ["true"])) for i in range(2)]
+            c.call("sandbox.list")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for number in numbers:
+            assert c.wait(number)["exit_code"] == 0
+        for i in range(len(pids)):
+            assert c.call("run.start", **run_plan("a", f"r{i}", ["true"]))["exit_code"] == 0
+        for i in range(len(pids)):
+            create(c, f"b{i}")
+        assert not set(pids) & set(launchers(node))
+
+
+def launchers(node: Node) -> list[int]:
+    """The runtime's own; inits and runs have another name."""
+    tasks = Path(f"/proc/{node.runtime_pid()}/task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return [pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "dsec-launcher\n"]
 
 
 def test_a_runtime_that_cannot_start_is_not_tried_for_ever_at_once(node: Node) -> None:

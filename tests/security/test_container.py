@@ -158,8 +158,11 @@ def test_devices_cannot_be_made_or_opened(sbx: dsec.Sandbox) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/proc/kcore", "/proc/keys", "/proc/kpagecgroup", "/proc/kpageflags", "/proc/kpagecount", "/proc/timer_list"],
-)
+    [
+        "/proc/diskstats", "/proc/kcore", "/proc/keys", "/proc/kpagecgroup", "/proc/kpageflags", "/proc/kpagecount",
+        "/proc/partitions", "/proc/swaps", "/proc/timer_list",
+    ],
+)  # fmt: skip
 def test_masked_files_have_nothing(sbx: dsec.Sandbox, path: str) -> None:
     code = f"""
     try: print(len(open({path!r}, "rb").read(64)))
@@ -187,11 +190,30 @@ def test_kernel_settings_cannot_be_written(sbx: dsec.Sandbox, path: str) -> None
     assert python(sbx, code) in {"EROFS", "EACCES", "EPERM", "ENOENT"}
 
 
-def test_the_hosts_paths_are_not_named(sbx: dsec.Sandbox) -> None:
-    text = python(sbx, "print(open('/proc/self/mountinfo').read(), open('/proc/self/cgroup').read())")
+def test_what_the_hosts_disks_do_is_not_shown(sbx: dsec.Sandbox) -> None:
+    code = """
+    import glob, os
+    places = ["/proc/fs/*", "/sys/fs/*/*", "/sys/block/*/stat", "/sys/block/*/size", "/sys/class/block/*/stat"]
+    print(*(path for place in places for path in glob.glob(place)))
+    """
+    assert python(sbx, code) == ""
+
+
+def test_the_hosts_paths_are_not_named(sbx: dsec.Sandbox, home: Home) -> None:
+    code = """
+    for process in ("1", "self"):
+        for name in ("cmdline", "environ", "comm", "cgroup", "mounts", "mountinfo", "mountstats", "status", "stat"):
+            try: print(process, name, open(f"/proc/{process}/{name}", "rb").read())
+            except PermissionError: print(process, name, "refused")
+    print(open("/proc/mounts").read(), open("/proc/net/unix").read())
+    """
+    text = python(sbx, code)
     assert "lowerdir=/" not in text
-    assert "/var/lib/dsec" not in text
-    assert sbx.id not in text
+    place = home.place
+    for named in (sbx.id, str(place.run_dir), str(place.state_dir), place.cgroup.rpartition("/")[2], "/var/lib/dsec"):
+        assert named not in text, named
+    # The same constant everywhere.
+    assert "1 cmdline b'dsec-launcher\\x00launcher\\x00'" in text
 
 
 def test_files_behind_the_hosts_loop_devices_are_not_named(sbx: dsec.Sandbox) -> None:

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use dsec_launch::assembly::{Assembled, Assembly};
-use dsec_launch::launcher::{read_status, Launcher, Target};
+use dsec_launch::launcher::{begin, read_status, Launcher, Target};
 use dsec_launch::plan::{RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec};
 use dsec_launch::Config;
 use dsec_sys::process;
@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().map(String::as_str) == Some("launcher") {
-        dsec_launch::launcher::main(&arguments[1..]);
+        dsec_launch::launcher::main();
     }
     let [image, count] = arguments.as_slice() else {
         eprintln!("usage: measure BASE.erofs COUNT");
@@ -182,6 +182,7 @@ fn run(launcher: &Launcher, made: &Assembled, number: u32, memory: bool) {
     let entered = launcher
         .enter(&target, &plan, stdio, &cgroup)
         .expect("entered");
+    begin(entered.gate.as_fd()).expect("begun");
     assert_eq!(read_status(entered.status.as_fd()), None);
     process::reap(entered.pidfd.as_fd(), 20_000).expect("reaped");
     cgroup.remove().expect("removed");

@@ -181,7 +181,10 @@ pub fn run(plan: &RunPlan) -> Result<()> {
         return Err(LaunchError::field("argv", "argv must name a program"));
     }
     if plan.cwd.first() != Some(&b'/') || plan.cwd.contains(&0) || plan.cwd.len() > PATH_MAX {
-        return Err(LaunchError::field("cwd", "cwd must be an absolute path"));
+        return Err(LaunchError::field(
+            "cwd",
+            format!("cwd must be an absolute path of at most {PATH_MAX} bytes"),
+        ));
     }
     if plan.user.is_empty() || plan.user.len() > USER_MAX || plan.user.contains('\0') {
         return Err(LaunchError::field("user", "user must be 1 to 256 bytes"));

@@ -10,6 +10,7 @@ use crate::check;
 use crate::failpoint;
 use crate::filter::Program;
 use crate::init;
+use crate::launcher::STATUS_MAX;
 use crate::mounting::cstring;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step};
 use crate::server::Server;
@@ -32,15 +33,17 @@ pub(crate) struct EnterFds {
     pub init: OwnedFd,
     pub stdio: [OwnedFd; 3],
     pub status: OwnedFd,
+    pub gate: OwnedFd,
 }
 
 impl EnterFds {
     pub(crate) fn of(fds: Vec<OwnedFd>) -> Option<Self> {
-        let [init, stdin, stdout, stderr, status]: [OwnedFd; 5] = fds.try_into().ok()?;
+        let [init, stdin, stdout, stderr, status, gate]: [OwnedFd; 6] = fds.try_into().ok()?;
         Some(Self {
             init,
             stdio: [stdin, stdout, stderr],
             status,
+            gate,
         })
     }
 }
@@ -96,7 +99,7 @@ fn gone_if(errno: i32, step: &str, error: &std::io::Error) -> LaunchError {
 fn child(entry: &Entry<'_>) -> ! {
     let Err(error) = become_program(entry);
     // The reader sees the error, or nothing if even this fails: then the exit code is all there is.
-    if let Ok(bytes) = rmp_serde::to_vec_named(&error) {
+    if let Ok(bytes) = rmp_serde::to_vec_named(&error.bounded(STATUS_MAX)) {
         let _ = rustix::io::write(&entry.fds.status, &bytes);
     }
     process::exit(FAILED)
@@ -140,7 +143,20 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
     cred::set_caps(permitted, permitted).step("enter.caps")?;
+    wait_for(&entry.fds.gate)?;
     Err(exec(plan, &argv, &env))
+}
+
+/// Nothing of the program may happen before it is known to be remembered that it has begun.
+fn wait_for(gate: &OwnedFd) -> Result<()> {
+    let mut byte = [0u8];
+    match rustix::io::retry_on_intr(|| rustix::io::read(gate, &mut byte)).step("enter.gate")? {
+        0 => Err(LaunchError::new(
+            Code::Limit,
+            "the keeper could not take another run; nothing was begun",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
@@ -162,6 +178,7 @@ fn join(entry: &Entry<'_>) -> Result<()> {
         2,
         entry.fds.init.as_raw_fd(),
         entry.fds.status.as_raw_fd(),
+        entry.fds.gate.as_raw_fd(),
     ];
     process::close_all_but(&keep).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)
@@ -235,6 +252,7 @@ fn exec(plan: &RunPlan, argv: &[CString], env: &[CString]) -> LaunchError {
         };
         let program = [directory, b"/", name].concat();
         if program.len() > PROGRAM_MAX {
+            worst = std::io::Error::from_raw_os_error(libc::ENAMETOOLONG);
             continue;
         }
         let Ok(program) = cstring(program) else {

@@ -18,9 +18,15 @@ use crate::plan::{LaunchError, Result, SandboxPlan, Step};
 use crate::wire;
 
 /// Hidden: what tells about the host or reaches into it.
-const MASKED: [&str; 18] = [
+const MASKED: [&str; 24] = [
     "/proc/acpi",
     "/proc/asound",
+    // What the machine's disks and file systems do, and what they are called.
+    "/proc/diskstats",
+    "/proc/fs",
+    "/proc/mdstat",
+    "/proc/partitions",
+    "/proc/swaps",
     "/proc/interrupts",
     "/proc/kcore",
     "/proc/keys",
@@ -37,15 +43,12 @@ const MASKED: [&str; 18] = [
     "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
+    "/sys/fs",
     "/sys/kernel/debug",
 ];
-const READ_ONLY: [&str; 5] = [
-    "/proc/bus",
-    "/proc/fs",
-    "/proc/irq",
-    "/proc/sys",
-    "/proc/sysrq-trigger",
-];
+/// Links to every disk of the machine; what they lead to is hidden too.
+const DISKS: &str = "/sys/block";
+const READ_ONLY: [&str; 4] = ["/proc/bus", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 /// Group `tty` of every distribution.
 const TTY_GROUP: &str = "5";
 const INIT_NOFILE: u64 = 16;
@@ -69,18 +72,36 @@ pub(crate) fn join(tasks: &[OwnedFd]) -> Result<()> {
 /// some microseconds, found or not.
 #[derive(Debug)]
 pub(crate) struct Hidden {
-    masked: Vec<&'static str>,
+    masked: Vec<String>,
     read_only: Vec<&'static str>,
 }
 
 impl Hidden {
     pub(crate) fn find() -> Self {
         let there = |path: &&'static str| std::fs::symlink_metadata(path).is_ok();
+        let masked = MASKED.into_iter().filter(there);
+        let mut masked: Vec<String> = masked.map(str::to_owned).collect();
+        for disk in disks() {
+            if !masked.iter().any(|above| disk.starts_with(above)) {
+                masked.push(disk);
+            }
+        }
         Self {
-            masked: MASKED.into_iter().filter(there).collect(),
+            masked,
             read_only: READ_ONLY.into_iter().filter(there).collect(),
         }
     }
+}
+
+/// The directories of the machine's disks. One that comes later is seen by the next launcher.
+fn disks() -> Vec<String> {
+    let links = std::fs::read_dir(DISKS).into_iter().flatten().flatten();
+    let paths = links.filter_map(|link| std::fs::canonicalize(link.path()).ok());
+    let mut found: Vec<String> = paths
+        .filter_map(|path| Some(path.to_str()?.to_owned()))
+        .collect();
+    found.sort();
+    found
 }
 
 /// Never returns: sets up, answers, reaps.

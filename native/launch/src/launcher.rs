@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::{pipe_with, PipeFlags};
+use serde::Serialize;
 
 use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup, INIT};
 use crate::check;
@@ -19,7 +21,8 @@ use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::upper::Upper;
-use crate::wire::{self, Reply, Request};
+use crate::wire::{self, Home, Reply, Request};
+use crate::{failpoint, switch};
 
 /// A launcher that is not ready by then is broken; it takes about 2 ms.
 const START_DEADLINE: Duration = Duration::from_secs(10);
@@ -28,7 +31,9 @@ const ENTER_DEADLINE: Duration = Duration::from_secs(10);
 /// A killed init that cannot be reaped by then is stuck in the kernel; the caller's next step, removing
 /// the cgroup, says so.
 const REAP_DEADLINE_MS: i32 = 5_000;
-const STATUS_MAX: usize = 4096;
+/// A pipe takes this much at once, so a status is there whole or not at all.
+pub(crate) const STATUS_MAX: usize = 4096;
+const NAME: &str = "dsec-launcher";
 
 /// One launcher process. Requests are served one after the other: for parallel creates hold several,
 /// and keep one for `enter` alone. It ends when the handle is dropped or its owner dies. When it
@@ -65,11 +70,20 @@ pub struct Target<'a> {
 
 /// A child of the caller's process. `status`: end of file = the program was exec'ed; otherwise a
 /// msgpack `LaunchError` (see [`read_status`]) and the process exits with 127.
+///
+/// The child gets ready, and executes the program only after [`begin`] on `gate`. When every copy of
+/// that is closed without it, nothing is executed: who has begun a program is decided in one place.
 #[derive(Debug)]
 pub struct Entered {
     pub pid: i32,
     pub pidfd: OwnedFd,
     pub status: OwnedFd,
+    pub gate: OwnedFd,
+}
+
+/// Lets the program of a run begin.
+pub fn begin(gate: BorrowedFd<'_>) -> std::io::Result<()> {
+    Ok(rustix::io::write(gate, &[1]).map(drop)?)
 }
 
 #[derive(Debug)]
@@ -83,15 +97,25 @@ impl Process {
         let kind = SocketType::SEQPACKET;
         let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
         let (socket, theirs) = pair.step("launcher.socketpair")?;
+        // Its arguments and environment are those of every init and can be seen inside, so they are the same
+        // everywhere; what it is to know comes by its socket.
+        let kept = [failpoint::VARIABLE, switch::VARIABLE];
+        let kept = kept.map(|name| Some((name, std::env::var_os(name)?)));
         let child = Command::new(&config.binary)
+            .arg0(NAME)
             .arg("launcher")
-            .arg(&config.run_dir)
-            .arg(&config.cgroup)
+            .env_clear()
+            .envs(kept.into_iter().flatten())
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .spawn()
             .step("launcher.spawn")?;
         let process = Self { child, socket };
+        let home = Home {
+            run_dir: config.run_dir.clone(),
+            cgroup: config.cgroup.clone(),
+        };
+        process.send(&home, &[])?;
         match process.receive(Instant::now() + START_DEADLINE)? {
             (Reply::Ready, _) => Ok(process),
             _ => Err(LaunchError::new(
@@ -101,19 +125,56 @@ impl Process {
         }
     }
 
-    fn receive(&self, end: Instant) -> Result<(Reply, Vec<OwnedFd>)> {
+    fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>]) -> Asked<()> {
+        match wire::send(self.socket.as_fd(), message, fds) {
+            Err(error) if is_gone(&error) => Err(Failed::Unread),
+            other => Ok(other.step("launcher.send")?),
+        }
+    }
+
+    fn receive(&self, end: Instant) -> Asked<(Reply, Vec<OwnedFd>)> {
         wait_readable(self.socket.as_fd(), end)?;
         match wire::receive(self.socket.as_fd()) {
             Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(died()),
-            Err(error) if error.raw_os_error() == Some(libc::ECONNRESET) => Err(died()),
-            Err(error) => Err(LaunchError::step("launcher.receive", &error)),
+            Ok(None) => Err(died().into()),
+            // The kernel says so, instead of the end, when what we have sent was not taken.
+            Err(error) if is_gone(&error) => Err(Failed::Unread),
+            Err(error) => Err(LaunchError::step("launcher.receive", &error).into()),
         }
     }
 }
 
 fn died() -> LaunchError {
     LaunchError::new(Code::Launch, "the launcher died").with("step", "launcher")
+}
+
+fn is_gone(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EPIPE | libc::ECONNRESET))
+}
+
+/// How asking a launcher failed.
+enum Failed {
+    /// It was gone before it had read the request: nothing was begun, another one may be asked.
+    Unread,
+    /// What it has begun is not known.
+    Broken(LaunchError),
+}
+
+type Asked<T> = std::result::Result<T, Failed>;
+
+impl From<LaunchError> for Failed {
+    fn from(error: LaunchError) -> Self {
+        Self::Broken(error)
+    }
+}
+
+impl From<Failed> for LaunchError {
+    fn from(failed: Failed) -> Self {
+        match failed {
+            Failed::Unread => died(),
+            Failed::Broken(error) => error,
+        }
+    }
 }
 
 impl Drop for Process {
@@ -215,22 +276,26 @@ impl Launcher {
         self.process.lock().map_err(broken)
     }
 
-    /// Runs `ask` with the process; on a failure that leaves it in an unknown state it is replaced.
-    fn with<T>(&self, ask: impl FnOnce(&Process) -> Result<Outcome<T>>) -> Result<T> {
+    /// Runs `ask` with the process; on a failure that leaves it in an unknown state it is replaced. One that
+    /// was found dead is replaced at once, and the new one asked.
+    fn with<T>(&self, mut ask: impl FnMut(&Process) -> Asked<Outcome<T>>) -> Result<T> {
         let mut slot = self.lock()?;
-        let process = match slot.take() {
+        let used = slot.take();
+        let again = used.is_some();
+        let mut process = match used {
             Some(process) => process,
             None => Process::start(&self.config)?,
         };
-        match ask(&process)? {
-            Outcome::Done(value) => {
-                *slot = Some(process);
-                Ok(value)
-            }
-            Outcome::Refused(error) => {
-                *slot = Some(process);
-                Err(error)
-            }
+        let mut asked = ask(&process);
+        if let (Err(Failed::Unread), true) = (&asked, again) {
+            process = Process::start(&self.config)?;
+            asked = ask(&process);
+        }
+        let outcome = asked?;
+        *slot = Some(process);
+        match outcome {
+            Outcome::Done(value) => Ok(value),
+            Outcome::Refused(error) => Err(error),
         }
     }
 
@@ -252,7 +317,7 @@ impl Launcher {
             created: None,
         };
         self.with(|process| {
-            send(process, &request, &[prepared.netns])?;
+            process.send(&request, &[prepared.netns])?;
             loop {
                 match process.receive(end)? {
                     (Reply::Cloned { pid }, fds) => {
@@ -286,6 +351,7 @@ impl Launcher {
         // Its way in is the descriptor.
         plan.stdin.clear();
         let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
+        let (their_gate, gate) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
         let request = Request::Enter {
             plan: Box::new(plan),
             policy: target.policy.clone(),
@@ -294,20 +360,26 @@ impl Launcher {
             memory: cgroup.memory_path(),
         };
         let [stdin, stdout, stderr] = stdio;
-        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs.as_fd()];
+        let (theirs, their_gate) = (theirs.as_fd(), their_gate.as_fd());
+        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
         let entered = self.with(|process| {
-            send(process, &request, &fds)?;
+            process.send(&request, &fds)?;
             match process.receive(Instant::now() + ENTER_DEADLINE)? {
                 (Reply::Cloned { pid }, fds) => {
                     let pidfd = fds.into_iter().next().ok_or_else(died)?;
                     Ok(Outcome::Done((pid, pidfd)))
                 }
                 (Reply::Failed(error), _) => Ok(Outcome::Refused(error)),
-                (Reply::Ready, _) => Err(died()),
+                (Reply::Ready, _) => Err(died().into()),
             }
         });
         let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
-        Ok(Entered { pid, pidfd, status })
+        Ok(Entered {
+            pid,
+            pidfd,
+            status,
+            gate,
+        })
     }
 }
 
@@ -315,13 +387,6 @@ enum Outcome<T> {
     Done(T),
     /// An orderly no: the launcher is as good as before.
     Refused(LaunchError),
-}
-
-fn send(process: &Process, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
-    match wire::send(process.socket.as_fd(), request, fds) {
-        Err(error) if error.raw_os_error() == Some(libc::EPIPE) => Err(died()),
-        other => other.step("launcher.send"),
-    }
 }
 
 /// What a readable status descriptor says: `None` = exec succeeded.
@@ -341,7 +406,7 @@ pub fn read_status(status: BorrowedFd<'_>) -> Option<LaunchError> {
     Some(parsed.unwrap_or_else(|_| LaunchError::new(Code::Internal, "an unreadable status")))
 }
 
-/// `dsec-runtime launcher ARGS`: never returns.
-pub fn main(arguments: &[String]) -> ! {
-    std::process::exit(crate::server::main(arguments))
+/// `dsec-runtime launcher`: never returns.
+pub fn main() -> ! {
+    std::process::exit(crate::server::main())
 }

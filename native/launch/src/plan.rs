@@ -311,6 +311,22 @@ impl LaunchError {
         self
     }
 
+    /// The same error in at most `max` encoded bytes: what was named by a caller may be of any length.
+    #[must_use]
+    pub(crate) fn bounded(mut self, max: usize) -> Self {
+        let mut keep = max;
+        while keep > 0 && rmp_serde::to_vec_named(&self).map_or(0, |bytes| bytes.len()) > max {
+            keep /= 2;
+            clip(&mut self.message, keep);
+            for value in self.detail.values_mut() {
+                if let Detail::Text(text) = value {
+                    clip(text, keep);
+                }
+            }
+        }
+        self
+    }
+
     /// A system call of the step `step` failed.
     pub fn step(step: &str, error: &io::Error) -> Self {
         let errno = error.raw_os_error().unwrap_or(0);
@@ -331,6 +347,15 @@ impl LaunchError {
     pub fn unsupported(mechanism: &str, message: impl Into<String>) -> Self {
         Self::new(Code::Unsupported, message).with("mechanism", mechanism)
     }
+}
+
+fn clip(text: &mut String, most: usize) {
+    if text.len() <= most {
+        return;
+    }
+    let end = (0..=most).rev().find(|at| text.is_char_boundary(*at));
+    text.truncate(end.unwrap_or(0));
+    text.push_str("...");
 }
 
 impl fmt::Display for LaunchError {
@@ -355,5 +380,26 @@ impl<T> Step<T> for io::Result<T> {
 impl<T> Step<T> for std::result::Result<T, rustix::io::Errno> {
     fn step(self, step: &str) -> Result<T> {
         self.map_err(|errno| LaunchError::step(step, &io::Error::from(errno)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_has_a_bound_and_keeps_what_matters() {
+        let long = "\u{fffd}".repeat(5000);
+        let error = LaunchError::new(Code::NoCwd, format!("cannot enter {long:?}: too long"))
+            .with("cwd", long)
+            .with("errno", 36);
+        let bounded = error.bounded(4096);
+        let bytes = rmp_serde::to_vec_named(&bounded).expect("encoded");
+        assert!(bytes.len() <= 4096, "{}", bytes.len());
+        assert_eq!(bounded.code, Code::NoCwd);
+        assert_eq!(bounded.detail["errno"], Detail::Int(36));
+        assert!(bounded.message.starts_with("cannot enter"));
+        let short = LaunchError::new(Code::NoCwd, "no");
+        assert_eq!(short.clone().bounded(4096), short);
     }
 }

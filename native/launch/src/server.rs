@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dsec_sys::{cred, mount, net, process};
 use rustix::fs::{openat, Mode, OFlags, CWD};
@@ -18,7 +18,7 @@ use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
 use crate::switch;
-use crate::wire::{self, Reply, Request};
+use crate::wire::{self, Home, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
 const FILTERS_MAX: usize = 64;
@@ -92,10 +92,9 @@ pub(crate) struct Server {
     filters: HashMap<SeccompSpec, Program>,
 }
 
-/// `launcher RUN_DIR CGROUP` with the control socket as standard input; returns an exit code.
-pub(crate) fn main(arguments: &[String]) -> i32 {
-    let started = start(arguments);
-    match started.and_then(|mut server| server.serve()) {
+/// `launcher` with the control socket as standard input; returns an exit code.
+pub(crate) fn main() -> i32 {
+    match start().and_then(|mut server| server.serve()) {
         Ok(()) => 0,
         Err(error) => {
             // The parent sees the end of the socket; the reason is for the log.
@@ -105,25 +104,22 @@ pub(crate) fn main(arguments: &[String]) -> i32 {
     }
 }
 
-fn start(arguments: &[String]) -> Result<Server> {
-    let [run_dir, cgroup] = arguments else {
-        return Err(LaunchError::new(
-            Code::BadRequest,
-            "usage: launcher RUN_DIR CGROUP",
-        ));
-    };
-    let run_dir = PathBuf::from(run_dir);
+fn start() -> Result<Server> {
     process::set_undumpable().step("launcher.undumpable")?;
     process::set_name(c"dsec-launcher").step("launcher.name")?;
     // Once for every run: a child inherits the actions. Ours are the defaults too from here on.
     process::reset_signals();
     let alone = process::SingleThreaded::prove().step("launcher.threads")?;
     let control = process::dup_above(io::stdin().as_fd(), 3).step("launcher.control")?;
+    let home: Option<(Home, _)> = wire::receive(control.as_fd()).step("launcher.home")?;
+    let Some((Home { run_dir, cgroup }, _)) = home else {
+        return Err(LaunchError::new(Code::BadRequest, "nobody says what for"));
+    };
     let open = |path: &Path| File::open(path).map(OwnedFd::from).step("launcher.open");
     let pinned = open(&run_dir.join("ns/mnt"))?;
     let own_net = open(Path::new("/proc/self/ns/net"))?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
-    let cgroups = CgroupDirs::open(&Cgroups::open(cgroup)?)?;
+    let cgroups = CgroupDirs::open(&Cgroups::open(&cgroup)?)?;
     // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
     let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Seek, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 
 use rustix::fs::{memfd_create, MemfdFlags};
 use rustix::io::Errno;
@@ -23,6 +24,13 @@ const FDS_MAX: usize = 8;
 /// A body that is longer is not one of ours.
 const BODY_MAX: u64 = 16 << 20;
 
+/// What a launcher is told before anything else.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Home {
+    pub run_dir: PathBuf,
+    pub cgroup: String,
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
     /// Descriptors: the network namespace.
@@ -31,7 +39,7 @@ pub(crate) enum Request {
         upper: String,
         uid_base: u32,
     },
-    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe.
+    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe, the gate.
     Enter {
         plan: Box<RunPlan>,
         policy: RunPolicy,

@@ -9,13 +9,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use dsec_launch::launcher;
 use dsec_sys::io::{read_signals, seqpacket_pair, signal_fd, wait_child, Who};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{FlockOperation, Mode};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::args::Options;
-use crate::kproto::{self, Fallen, Put, Received, ToKeeper, ToRuntime};
+use crate::kproto::{self, Fallen, Put, Received, ToKeeper, ToRuntime, GATE};
 use crate::store::Store;
 use crate::util;
 use crate::{info, warning};
@@ -282,16 +283,31 @@ impl Keeper {
         }
     }
 
-    fn put(&mut self, put: Put, fds: Vec<OwnedFd>, truncated: bool) {
+    fn put(&mut self, mut put: Put, mut fds: Vec<OwnedFd>, truncated: bool) {
         let key = put.key.clone();
-        if let Err(why) = self.store.put(put, fds) {
-            warning!(
-                "keeper.refused",
-                key = key,
-                why = why.0,
-                truncated = truncated
-            );
-            self.refused.push_back(key);
+        let gated = put.add.iter().position(|name| name == GATE);
+        // With descriptors missing it is not known which these are; closing all of them keeps it shut.
+        let whole = put.add.len() == fds.len();
+        let gate = gated.filter(|_| whole).map(|at| {
+            put.add.remove(at);
+            fds.remove(at)
+        });
+        match self.store.put(put, fds) {
+            Ok(()) => {
+                // Its process may have been killed meanwhile.
+                let _ = gate.map(|gate| launcher::begin(gate.as_fd()));
+            }
+            Err(why) => {
+                warning!(
+                    "keeper.refused",
+                    key = key,
+                    why = why.0,
+                    truncated = truncated
+                );
+                if gated.is_none() {
+                    self.refused.push_back(key);
+                }
+            }
         }
     }
 
@@ -456,6 +472,7 @@ fn say(
         let end = ToRuntime::End {
             instance: instance.to_owned(),
             nofile,
+            gates: true,
         };
         kproto::send(sock, &end, &[], true)?;
         *listing = None;

@@ -16,6 +16,10 @@ pub const MAX_META_TOTAL: usize = 64 << 20;
 /// Descriptors of one entry.
 pub const MAX_ENTRY_FDS: usize = dsec_sys::io::MAX_FDS;
 
+/// The name of the gate of a run (see `dsec_launch::launcher::begin`). The keeper opens it after it has
+/// taken the message that brings it, or closes it: a run has begun if and only if its entry has a pid.
+pub const GATE: &str = "go";
+
 /// Changes an entry; makes it when it is not there.
 #[derive(Debug, Default, Clone, Serialize, Deserialize)]
 pub struct Put {
@@ -91,6 +95,9 @@ pub enum ToRuntime {
         instance: String,
         /// The keeper's descriptor limit.
         nofile: u64,
+        /// It opens gates. A keeper of an earlier version does not send it.
+        #[serde(default)]
+        gates: bool,
     },
     /// The process of an entry ended after it had fallen to the keeper.
     Exit { key: String, ending: Fallen },

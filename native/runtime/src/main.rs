@@ -29,13 +29,7 @@ fn main() -> ExitCode {
     let result = match role {
         "keeper" => keeper(rest),
         "serve" => serve(rest),
-        "launcher" => {
-            let rest: Vec<String> = rest
-                .iter()
-                .map(|a| a.to_string_lossy().into_owned())
-                .collect();
-            dsec_launch::launcher::main(&rest)
-        }
+        "launcher" => dsec_launch::launcher::main(),
         "idle-user-namespace" => dsec_launch::probe::idle_user_namespace(),
         "failpoints" => {
             for name in dsec_launch::failpoint::NAMES.iter().chain(fail::NAMES) {

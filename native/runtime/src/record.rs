@@ -1,7 +1,7 @@
 //! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: a symbolic link
 //! for every run that was launched and is not forgotten, so that a run whose result was lost with the
-//! keeper is never taken for one that was not launched. It names the run's cgroup; as a link that
-//! takes one call.
+//! keeper is never taken for one that was not launched. It names the run's cgroup and the keeper; as a
+//! link that takes one call.
 
 use std::fs;
 use std::io;
@@ -65,6 +65,19 @@ pub struct Record {
     pub ended_ns: u64,
 }
 
+/// A run that may have begun.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mark {
+    pub sandbox: String,
+    pub run: String,
+    pub leaf: String,
+    /// The instance that would have an entry of it, had it begun. Empty: that is not known.
+    pub keeper: String,
+}
+
+/// Between cgroup and keeper in a mark.
+const MARK_KEEPER: char = '@';
+
 /// The directory of records.
 #[derive(Debug, Clone)]
 pub struct Records {
@@ -113,17 +126,23 @@ impl Records {
         Ok((good, bad))
     }
 
-    /// Notes that a run is about to be launched in this cgroup.
-    pub fn mark_run(&self, sandbox: &str, run: &str, leaf: &str) -> io::Result<()> {
+    /// Notes that a run is about to be launched in this cgroup, and that this keeper is to let it begin.
+    /// Without a keeper: that it was lost.
+    pub fn mark_run(&self, sandbox: &str, run: &str, leaf: &str, keeper: &str) -> io::Result<()> {
         let path = self.runs.join(sandbox).join(run);
-        match symlink(leaf, &path) {
+        let text = if keeper.is_empty() {
+            leaf.to_owned()
+        } else {
+            format!("{leaf}{MARK_KEEPER}{keeper}")
+        };
+        match symlink(&text, &path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 fs::create_dir_all(self.runs.join(sandbox))?;
-                symlink(leaf, &path)
+                symlink(&text, &path)
             }
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 fs::remove_file(&path)?;
-                symlink(leaf, &path)
+                symlink(&text, &path)
             }
             other => other,
         }
@@ -137,8 +156,7 @@ impl Records {
         ignore_missing(fs::remove_dir_all(self.runs.join(sandbox)))
     }
 
-    /// (sandbox, run, cgroup) of every mark.
-    pub fn marked_runs(&self) -> io::Result<Vec<(String, String, String)>> {
+    pub fn marked_runs(&self) -> io::Result<Vec<Mark>> {
         let mut out = Vec::new();
         for dir in fs::read_dir(&self.runs)? {
             let dir = dir?;
@@ -147,9 +165,15 @@ impl Records {
                 let run = run?;
                 let name = run.file_name().to_string_lossy().into_owned();
                 // Earlier versions made a file, and named the cgroup after the run.
-                let leaf = fs::read_link(run.path())
+                let text = fs::read_link(run.path())
                     .map_or_else(|_| name.clone(), |l| l.to_string_lossy().into_owned());
-                out.push((sandbox.clone(), name, leaf));
+                let (leaf, keeper) = text.split_once(MARK_KEEPER).unwrap_or((&text, ""));
+                out.push(Mark {
+                    sandbox: sandbox.clone(),
+                    run: name,
+                    leaf: leaf.to_owned(),
+                    keeper: keeper.to_owned(),
+                });
             }
         }
         Ok(out)
@@ -198,15 +222,21 @@ mod tests {
         let (good, bad) = records.load().unwrap();
         assert_eq!(good, [record]);
         assert_eq!(bad, ["broken"]);
-        records.mark_run("a", "r1", "1").unwrap();
-        records.mark_run("a", "r1", "2").unwrap();
-        let marked = |run: &str, leaf: &str| ("a".to_owned(), run.to_owned(), leaf.to_owned());
-        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2")]);
+        records.mark_run("a", "r1", "1", "k").unwrap();
+        let marked = |run: &str, leaf: &str, keeper: &str| Mark {
+            sandbox: "a".to_owned(),
+            run: run.to_owned(),
+            leaf: leaf.to_owned(),
+            keeper: keeper.to_owned(),
+        };
+        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "1", "k")]);
+        records.mark_run("a", "r1", "2", "").unwrap();
+        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2", "")]);
         fs::write(dir.join("runs/a/r1.old"), b"").unwrap();
         assert!(records
             .marked_runs()
             .unwrap()
-            .contains(&marked("r1.old", "r1.old")));
+            .contains(&marked("r1.old", "r1.old", "")));
         records.unmark_run("a", "r1.old").unwrap();
         records.unmark_run("a", "r1").unwrap();
         records.unmark_run("a", "r1").unwrap();

@@ -79,8 +79,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a program ended. Nothing the program did raises; a lost sandbox or node always does.
 
-    `exit_code` is 128 + signal for what was killed. `limits_hit` names every limit any process of the run ran into
-    (`memory pids disk files output`), whatever the exit code. `step` numbers the calls of a sandbox from 1.
+    `exit_code` is 128 + signal for what was killed. `limits_hit` names the limits (`memory pids disk output`) that a
+    process of the run is known to have met, whatever the exit code. `step` numbers the calls of a sandbox from 1.
     """
 
     process_id: str

@@ -4,7 +4,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words.as_slice() {
-        ["launcher", ..] => dsec_launch::launcher::main(&arguments[1..]),
+        ["launcher"] => dsec_launch::launcher::main(),
         ["idle-user-namespace"] => dsec_launch::probe::idle_user_namespace(),
         ["probe", run_dir, state_dir] => {
             let config = dsec_launch::Config {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use dsec_launch::assembly::{Assembled, Assembly};
 use dsec_launch::cgroup::RunCgroup;
 use dsec_launch::config::Config;
-use dsec_launch::launcher::{read_status, Entered, Launcher, Target};
+use dsec_launch::launcher::{begin, read_status, Entered, Launcher, Target};
 use dsec_launch::plan::{
     LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec,
 };
@@ -342,6 +342,7 @@ impl Sandbox<'_> {
         };
         let stdio = [null.as_fd(), out_in.as_fd(), err_in.as_fd()];
         let entered = self.node.launcher().enter(&target, plan, stdio, &cgroup)?;
+        begin(entered.gate.as_fd()).expect("begun");
         Ok(Going {
             entered,
             cgroup,

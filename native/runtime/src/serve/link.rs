@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_bytes::ByteBuf;
 
-use crate::kproto::{self, Fallen, Put, Received, ToKeeper, ToRuntime};
+use crate::kproto::{self, Fallen, Put, Received, ToKeeper, ToRuntime, GATE};
 
 /// What the keeper held when this runtime started.
 #[derive(Debug)]
@@ -31,6 +31,8 @@ pub struct Link {
     sock: OwnedFd,
     /// Descriptors the keeper holds for us, roughly: the guard against its limit.
     held: AtomicU64,
+    /// The keeper opens gates.
+    gates: bool,
 }
 
 impl Link {
@@ -38,6 +40,7 @@ impl Link {
         Self {
             sock,
             held: AtomicU64::new(0),
+            gates: false,
         }
     }
 
@@ -50,10 +53,16 @@ impl Link {
         self.held.load(Ordering::Relaxed)
     }
 
+    /// Whether it is the keeper that lets programs begin.
+    pub fn opens_gates(&self) -> bool {
+        self.gates
+    }
+
     /// When this returns the keeper has it, whatever happens to us. It may wait for the keeper, which
     /// never waits for us.
     pub fn put(&self, put: Put, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let (added, closed) = (put.add.len() as u64, put.close.len() as u64);
+        let kept = put.add.iter().filter(|name| *name != GATE);
+        let (added, closed) = (kept.count() as u64, put.close.len() as u64);
         kproto::send(self.fd(), &ToKeeper::Put(put), fds, false)?;
         self.held.fetch_add(added, Ordering::Relaxed);
         self.drop_held(closed);
@@ -80,20 +89,26 @@ impl Link {
     }
 
     /// Asks for everything; waits for the answer. Only at the start.
-    pub fn inventory(&self) -> io::Result<Inventory> {
+    pub fn inventory(&mut self) -> io::Result<Inventory> {
         self.say(&ToKeeper::List)?;
         let (mut items, mut buf) = (Vec::new(), Vec::new());
         loop {
             match kproto::recv::<ToRuntime>(&self.sock, &mut buf, false)? {
                 Received::Msg {
-                    msg: ToRuntime::End { instance, nofile },
+                    msg:
+                        ToRuntime::End {
+                            instance,
+                            nofile,
+                            gates,
+                        },
                     ..
                 } => {
+                    self.gates = gates;
                     return Ok(Inventory {
                         instance,
                         nofile,
                         items,
-                    })
+                    });
                 }
                 Received::Msg {
                     msg:

@@ -164,7 +164,7 @@ pub fn run(options: Options) -> io::Result<()> {
     if let Err(e) = util::shield_from_oom(OOM_SCORE_ADJ) {
         info!("oom_score_adj.refused", error = e);
     }
-    let link = Link::new(keeper);
+    let mut link = Link::new(keeper);
     let inventory = link.inventory()?;
     info!(
         "runtime.start",

@@ -1,6 +1,6 @@
 //! What an earlier runtime, or an earlier keeper, has left: found again, or ended cleanly.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -51,10 +51,16 @@ impl Server {
         for (_, index) in ended {
             self.remember_ended(index);
         }
+        let mut broken = HashMap::new();
         for (key, held) in runs {
-            self.recover_run(&key, held);
+            if let Some(fds) = self.recover_run(&key, held) {
+                broken.insert(key, fds);
+            }
         }
-        self.recover_marks()?;
+        self.recover_marks(&broken)?;
+        for (key, fds) in broken {
+            let _ = self.link.del(&key, fds);
+        }
         self.remove_strangers();
         self.end_what_died();
         Ok(())
@@ -134,7 +140,8 @@ impl Server {
         }
     }
 
-    fn recover_run(&mut self, key: &str, mut held: Held) {
+    /// How many descriptors the entry has if nothing can be made of it.
+    fn recover_run(&mut self, key: &str, mut held: Held) -> Option<u64> {
         let name = key
             .strip_prefix("run/")
             .and_then(|k| k.split_once('/'))
@@ -148,8 +155,7 @@ impl Server {
         });
         let (Some((sandbox_id, id)), Some(meta), Some(sandbox)) = (name, meta, sandbox) else {
             info!("recover.drop_run", key = key);
-            let _ = self.link.del(key, held.fds.len() as u64);
-            return;
+            return Some(held.fds.len() as u64);
         };
         let place = self.sandboxes.get(&sandbox).and_then(|s| s.place.clone());
         // One that has ended for good with nothing left in it may serve another run by now.
@@ -214,6 +220,7 @@ impl Server {
             meta,
         };
         self.add_run(run, held.ending);
+        None
     }
 
     fn add_run(&mut self, run: Run, ending: Option<crate::kproto::Fallen>) {
@@ -229,8 +236,12 @@ impl Server {
         let marked = run.meta.marked.is_some();
         self.runs.insert(index, run);
         if !launched && !done {
-            // It was put, and whether it was cloned is not known: whatever there is of it is killed.
-            return self.lost(index);
+            // Something was to be noted before it was cloned. With a kill among it, asked for and promised,
+            // it must not be sent again.
+            if marked || self.gatekeeper().is_empty() {
+                return self.lost(index);
+            }
+            return self.remove_run(index);
         }
         if let Err(e) = self.watch_run(index) {
             warning!("recover.watch", error = e);
@@ -263,12 +274,12 @@ impl Server {
         }
     }
 
-    /// A mark without an entry: the run was being launched when the runtime died, or the keeper that
-    /// knew it is gone.
-    fn recover_marks(&mut self) -> io::Result<()> {
+    /// A mark without an entry: the run was being launched when the runtime died and was not let begin,
+    /// or the keeper that knew it is gone.
+    fn recover_marks(&mut self, broken: &HashMap<String, u64>) -> io::Result<()> {
         let used = self.used_leaves();
-        for (sandbox, run, leaf) in self.records.marked_runs()? {
-            let name = (sandbox, run);
+        for mark in self.records.marked_runs()? {
+            let (name, leaf) = ((mark.sandbox, mark.run), mark.leaf);
             if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
                 continue;
             }
@@ -284,10 +295,17 @@ impl Server {
             };
             // The mark of a lost run may be old, and its cgroup another's by now.
             let place = place.filter(|_| !used.contains(&(name.0.clone(), leaf.clone())));
-            if let Some(leaf) = place.and_then(|p| p.find_leaf(&leaf)) {
-                let _ = leaf.kill();
+            if let Some(found) = place.and_then(|p| p.find_leaf(&leaf)) {
+                let _ = found.kill();
+            }
+            let certain = !mark.keeper.is_empty() && mark.keeper == self.gatekeeper();
+            if certain && !broken.contains_key(&run::key(&name.0, &name.1)) {
+                info!("recover.not_begun", sandbox = name.0, run = name.1);
+                let _ = self.records.unmark_run(&name.0, &name.1);
+                continue;
             }
             info!("recover.unknown", sandbox = name.0, run = name.1);
+            self.mark_lost(&name, &leaf);
             self.unknown.insert(name);
         }
         self.recover_leaves(&used);
@@ -309,7 +327,9 @@ impl Server {
             for leaf in place.leaves().unwrap_or_default() {
                 s.last_leaf = s.last_leaf.max(leaf.parse().unwrap_or(0));
                 let name = (s.record.id.clone(), leaf);
-                if used.contains(&name) {
+                // A run whose ending was known already has left its own for the next.
+                let kept = s.free_leaves.iter().any(|free| free.name == name.1);
+                if kept || used.contains(&name) {
                     continue;
                 }
                 if let Some(leaf) = place.find_leaf(&name.1) {

@@ -90,7 +90,10 @@ impl Server {
             let _ = leaf.kill();
         }
         let readers = std::mem::take(&mut run.readers);
+        let leaf = run.leaf_name().to_owned();
         let err = super::start::unknown(&name.1);
+        // First: with a keeper named and no entry there it would be one that never began.
+        self.mark_lost(&name, &leaf);
         self.remove_entry(index);
         self.unknown.insert(name);
         for reader in readers {
@@ -102,6 +105,13 @@ impl Server {
             );
         }
         self.run_ended(sandbox);
+    }
+
+    /// On disk too a run is now one of which nothing is known.
+    pub(super) fn mark_lost(&self, (sandbox, run): &(String, String), leaf: &str) {
+        if let Err(e) = self.records.mark_run(sandbox, run, leaf, "") {
+            warning!("run.mark", run = run, error = e);
+        }
     }
 
     /// `run.forget`, or room is needed.

@@ -18,6 +18,8 @@ pub const STDIN_PIPE: &str = "in";
 pub const STDIN_FILE: &str = "inf";
 pub const STATUS: &str = "st";
 pub const PIDFD: &str = "pf";
+/// Not kept: the keeper opens it once it has the rest.
+pub use crate::kproto::GATE;
 
 /// Output up to this size is kept with the result itself instead of in a descriptor.
 pub const INLINE_MAX: u64 = 4 << 10;

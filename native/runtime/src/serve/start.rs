@@ -1,11 +1,12 @@
-//! Launching: a mark on disk before it, everything of the run in the keeper right after the clone.
+//! Launching: a mark on disk before it, everything of the run in the keeper right after the clone, and
+//! only then the program begins.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use dsec_launch::cgroup::RunUsage;
-use dsec_launch::launcher::Entered;
+use dsec_launch::launcher::{begin, Entered};
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::{LaunchError, RunPlan};
 use dsec_sys::io::{wait_child, Who};
@@ -185,6 +186,15 @@ impl Server {
         }
     }
 
+    /// The instance that lets programs begin, and knows which have; empty if this keeper does not.
+    pub(super) fn gatekeeper(&self) -> &str {
+        if self.link.opens_gates() {
+            &self.instance
+        } else {
+            ""
+        }
+    }
+
     pub(super) fn arm_timeout(&mut self, index: u64) {
         let Some(run) = self.runs.get(&index) else {
             return;
@@ -213,7 +223,7 @@ impl Server {
             return;
         };
         let (link, meta) = (Arc::clone(&self.link), run.meta.clone());
-        let records = self.records.clone();
+        let (records, keeper) = (self.records.clone(), self.gatekeeper().to_owned());
         self.launchers.run(move || {
             let launch = Launch {
                 plan: &plan,
@@ -223,6 +233,7 @@ impl Server {
                 init: init.as_fd(),
                 link: &link,
                 records: &records,
+                keeper: &keeper,
             };
             let done = launch.carry_out(leaf, meta);
             Box::new(move |server: &mut Server| server.launched(index, done))
@@ -253,9 +264,9 @@ impl Server {
         }
         run.kept_others = 2 + run.feed.as_ref().map_or(0, |_| 2);
         run.leaf = Some(done.leaf);
-        run.pid = Some(done.entered.pid);
-        run.pidfd = Some(done.entered.pidfd);
-        run.status = Some(done.entered.status);
+        run.pid = Some(done.process.pid);
+        run.pidfd = Some(done.process.pidfd);
+        run.status = Some(done.process.status);
         let stopping = self
             .sandboxes
             .get(&run.sandbox)
@@ -410,8 +421,15 @@ impl Copies {
     }
 }
 
+/// What there is of it once its gate is out of our hands.
+struct Process {
+    pid: i32,
+    pidfd: OwnedFd,
+    status: OwnedFd,
+}
+
 struct Launched {
-    entered: Entered,
+    process: Process,
     leaf: Arc<dyn Leaf>,
     meta: Meta,
 }
@@ -425,15 +443,17 @@ struct Launch<'a> {
     init: BorrowedFd<'a>,
     link: &'a Link,
     records: &'a Records,
+    keeper: &'a str,
 }
 
 impl Launch<'_> {
     /// Marks the run, makes the cgroup if need be, starts the program, and tells the keeper all about it
-    /// at once. One message is enough: until it is sent the mark says that the ending would not be known.
-    /// The mark comes last before the start: a run that died waiting for its turn was never launched.
+    /// at once. The program begins when the keeper has it, by the keeper's hand: so a run that the keeper
+    /// knows has begun, one that it does not know has not, and what is between dies with the runtime.
+    /// The mark is for the day when the keeper is gone too.
     fn carry_out(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Launched, LaunchError> {
         self.records
-            .mark_run(&self.plan.sandbox, &self.plan.run, leaf.name())
+            .mark_run(&self.plan.sandbox, &self.plan.run, leaf.name(), self.keeper)
             .step("run.mark")?;
         fail::at("run.marked")?;
         let memory = self.plan.memory_cgroup;
@@ -467,53 +487,69 @@ impl Launch<'_> {
                 return Err(err);
             }
         };
-        match self.keep(&meta, &entered) {
+        let Entered {
+            pid,
+            pidfd,
+            status,
+            gate,
+        } = entered;
+        let process = Process { pid, pidfd, status };
+        match self.keep(&meta, &process, gate) {
             Ok(()) => Ok(Launched {
-                entered,
+                process,
                 leaf,
                 meta,
             }),
             Err(err) => {
-                undo(&*leaf, &entered);
+                undo(&*leaf, &process);
                 Err(err)
             }
         }
     }
 
-    fn keep(&self, meta: &Meta, entered: &Entered) -> Result<(), LaunchError> {
+    /// Our copy of the gate goes with the end of this: a keeper that cannot take the run leaves it shut.
+    fn keep(&self, meta: &Meta, process: &Process, gate: OwnedFd) -> Result<(), LaunchError> {
         fail::at("run.cloned")?;
         let names = [run::PIPES[0], run::PIPES[1], run::STATUS, run::PIDFD];
         let [out, err] = &self.copies.out;
         let mut fds = vec![
             out.as_fd(),
             err.as_fd(),
-            entered.status.as_fd(),
-            entered.pidfd.as_fd(),
+            process.status.as_fd(),
+            process.pidfd.as_fd(),
         ];
         let mut add: Vec<String> = names.map(str::to_owned).into();
         if let Some(feed) = &self.copies.feed {
             add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
             fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);
         }
+        let opens = self.link.opens_gates();
+        if opens {
+            add.push(run::GATE.to_owned());
+            fds.push(gate.as_fd());
+        }
         let put = Put {
             key: run::key(&self.plan.sandbox, &self.plan.run),
             meta: Some(run::encode(meta)),
-            pid: Some(entered.pid),
+            pid: Some(process.pid),
             add,
             close: Vec::new(),
         };
         self.link.put(put, &fds).step("run.put_pid")?;
+        if !opens {
+            begin(gate.as_fd()).step("run.begin")?;
+        }
         fail::at("run.put_pid")
     }
 }
 
 /// Ends and collects a process that was started but could not be noted.
-fn undo(leaf: &dyn Leaf, entered: &Entered) {
+fn undo(leaf: &dyn Leaf, process: &Process) {
     let _ = leaf.kill();
-    let _ = rustix::process::pidfd_send_signal(&entered.pidfd, rustix::process::Signal::KILL);
-    let mut poll = [PollFd::new(&entered.pidfd, PollFlags::IN)];
+    let _ = rustix::process::pidfd_send_signal(&process.pidfd, rustix::process::Signal::KILL);
+    let mut poll = [PollFd::new(&process.pidfd, PollFlags::IN)];
     let _ = rustix::event::poll(&mut poll, Some(&UNDO_WAIT));
-    let _ = wait_child(Who::PidFd(entered.pidfd.as_fd()), true);
+    let _ = wait_child(Who::PidFd(process.pidfd.as_fd()), true);
     let _ = leaf.remove();
 }
 
