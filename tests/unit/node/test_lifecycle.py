@@ -21,6 +21,7 @@ from dsec.model.errors import (
 )
 from dsec.model.specs import Spec
 from dsec.node.agent import Query
+from dsec.node.layers import ImportRequest
 from tests.kit.simnode import SimNode
 
 
@@ -301,6 +302,20 @@ def test_a_directory_or_user_that_is_not_there_is_refused_at_creation(sim, field
         for error in [error async for _, error in s.node.create_many([Spec.build(**{field: value})])]:
             assert isinstance(error, InvalidSpec)
         s.check()
+
+    sim(scenario)
+
+
+def test_a_layer_stands_only_where_its_role_allows(sim):
+    async def scenario(s: SimNode) -> None:
+        for name in ("harness@7", "repo@1"):
+            role = "toolkit" if name == "harness@7" else "workspace"
+            await s.node.import_layer(ImportRequest(source="dir:/x", name=name, role=role), print)
+        for field, value in (("base", "harness@7"), ("workspace", "harness@7"), ("toolkits", ["repo@1"])):
+            with pytest.raises(InvalidSpec, match="with the role") as caught:
+                await s.create(**{field: value})
+            assert caught.value.detail["field"] == field
+        assert await s.create(workspace="repo@1", toolkits=["harness@7"])
 
     sim(scenario)
 
