@@ -95,6 +95,19 @@ async def kill_ends_the_tree(subject: Subject) -> None:
 
 
 @check()
+async def runs_after_one_that_was_killed_are_not(subject: Subject) -> None:
+    """What ends one run's tree, a timeout or a kill, never reaches the runs that come after it."""
+    async with sandbox(subject) as box:
+        for _ in range(5):
+            equal(ending(await box.sh(f"sleep {FOREVER}", timeout_s=0.1)), ("timeout", 137, 9), "the ending")
+            equal(ending(await box.sh("exit 3")), ("exited", 3, None), "the run after a timeout")
+            spawned = await box.spawn(f"sleep {FOREVER}")
+            await soon(box.guest.kill(spawned.process_id))
+            equal(ending(await spawned.end()), ("killed", 137, 9), "the ending")
+            equal(ending(await box.sh("exit 3")), ("exited", 3, None), "the run after a kill")
+
+
+@check()
 async def a_signal_is_delivered(subject: Subject) -> None:
     """A signal reaches the program, which may ignore it."""
     async with sandbox(subject) as box:
