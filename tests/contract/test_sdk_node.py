@@ -57,7 +57,7 @@ def test_create_run_stop(client: dsec.Client) -> None:
         assert (sbx.extend(600).expires_at or 0) > time.time()
         assert sbx.usage().cpu_user_s >= 0
     assert client.get(sbx.id).state == "stopped"
-    with pytest.raises(dsec.InvalidState):
+    with pytest.raises(dsec.SandboxLost):
         sbx.run("true")
 
 

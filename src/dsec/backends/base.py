@@ -106,10 +106,11 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Guest(Protocol):
     """Programs in a running sandbox. The same for every backend.
 
-    Starting the same `process_id` again attaches to it. Raises InvalidSpec for what is wrong with the plan inside this
-    sandbox (no such program, user or directory), SandboxLost when the sandbox ended, Unknown when it cannot be known
-    whether or how the program ran. Cancelling a call stops nothing: `kill` does. Nor does an exception of the sink: it
-    comes out of the call, and the program runs on, captured. All output has been given to the sink when a call returns.
+    Starting the same `process_id` again attaches to it. Raises ProgramNotStarted when this sandbox has no such program,
+    user or directory, InvalidSpec for a plan that no sandbox could carry out, SandboxLost when the sandbox ended,
+    Unknown when it cannot be known whether or how the program ran. Cancelling a call stops nothing: `kill` does. Nor
+    does an exception of the sink: it comes out of the call, and the program runs on, captured. All output has been
+    given to the sink when a call returns.
     """
 
     async def run(

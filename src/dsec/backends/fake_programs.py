@@ -6,6 +6,7 @@ conformance suite and for tests of a node; whatever else is asked for is "comman
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Final
 
 from dsec.backends.base import RunPlan
-from dsec.model.errors import InvalidSpec
+from dsec.model.errors import ProgramNotStarted
 from dsec.model.states import Cause
 
 if TYPE_CHECKING:
@@ -131,15 +132,15 @@ class Shell:
 
 
 def load(plan: RunPlan, directories: set[str]) -> Program:
-    """The program a plan asks for. Raises InvalidSpec for what this sandbox does not have."""
+    """The program a plan asks for. Raises ProgramNotStarted for what this sandbox does not have."""
     if plan.cwd not in directories:
-        raise InvalidSpec.field("cwd", plan.cwd, "a directory that exists in the sandbox")
+        raise _not_started("cwd", plan.cwd, "a directory that exists in the sandbox")
     _check_user(plan.user)
     path = os.fsdecode(plan.argv[0])
     directory, _, name = path.rpartition("/")
     known = name in COMMANDS or name in SHELLS
     if not known or (directory and directory not in _SEARCHED):
-        raise InvalidSpec.field("command", path, "a program that exists in the sandbox and can be executed")
+        raise _not_started("command", path, "a program that exists in the sandbox and can be executed")
     shell = Shell(plan, directories)
     words = [os.fsdecode(word) for word in plan.argv]
 
@@ -164,7 +165,12 @@ async def _invoke(command: Command, shell: Shell, run: FakeRun, words: list[str]
 def _check_user(user: str) -> None:
     for part in user.split(":"):
         if part not in USERS and not (part.isdigit() and int(part) <= UID_MAX):
-            raise InvalidSpec.field("user", user, "a user and group of the sandbox, or numbers")
+            raise _not_started("user", user, "a user and group of the sandbox, or numbers")
+
+
+def _not_started(field: str, value: str, allowed: str) -> ProgramNotStarted:
+    detail = {"field": field, "allowed": allowed, "errno": errno.ENOENT}
+    return ProgramNotStarted(f"{field}: no {value!r}; allowed: {allowed}", detail=detail)
 
 
 def _commands(text: str) -> list[tuple[list[str], str]]:

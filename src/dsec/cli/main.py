@@ -53,12 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(name: str, args: list[str]) -> int:
     from dsec.cli.terminal import note
-    from dsec.model.errors import DsecError
+    from dsec.model.errors import DsecError, ProgramNotStarted
 
     try:
         code = _call(name, args)
         sys.stdout.flush()
         return code
+    except ProgramNotStarted as error:
+        note(_explain(error))
+        return error.exit_code
     except DsecError as error:
         note(_explain(error))
         return EXIT_PLATFORM if name in _RUNS_PROGRAMS else EXIT_FAILED

@@ -74,7 +74,7 @@ class LayerStore:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def list(self) -> list[LayerInfo]:
-        """Every layer, oldest first."""
+        """Every layer, oldest first; once for each of the settings its names have."""
         return [_info(row) for row in self._catalog.all()]
 
     def resolve(self, ref: str, field: str = "layer") -> LayerInfo:
@@ -129,7 +129,10 @@ class LayerStore:
         progress: Progress | None = None,
         cancel: threading.Event | None = None,
     ) -> Imported:
-        """A layer from `dir:/path`, `tar:/path`, `erofs:/path`, `store:/state/dir#ref` or `debootstrap:SUITE`."""
+        """A layer from `dir:/path`, `tar:/path`, `erofs:/path`, `store:/state/dir#ref` or `debootstrap:SUITE`.
+
+        `role` and `config` go with the name: the same content may be there under another name with other ones.
+        """
         scheme, found, rest = source.partition(":")
         importer = {
             "dir": self._from_dir,
@@ -187,7 +190,7 @@ class LayerStore:
         """Another name for a layer. A tag moves; a version that means another layer is a Conflict."""
         layer = self.resolve(ref)
         self._catalog.add(_row(layer), _refs_for(new))
-        return self.resolve(layer.digest)
+        return self.resolve(new)
 
     def remove(self, ref: str, in_use: Collection[str] = ()) -> None:
         """Forget the name, and the layer with its last name; by digest, all of it. Conflict while in use.
@@ -199,7 +202,7 @@ class LayerStore:
         row = self._catalog.find(parsed)
         if row is None:
             raise NotFound(f"no layer {parsed} on this node", detail={"ref": str(parsed)})
-        if parsed.kind != "digest" and len(row.names) > 1:
+        if parsed.kind != "digest" and self._catalog.count_names(row.digest) > 1:
             self._catalog.unname(parsed)
             return
         if row.digest in in_use:
@@ -287,7 +290,7 @@ class LayerStore:
                 files.sync_dir(self._dir)
             self._catalog.add(msgspec.structs.replace(row, digest=digest, size=size), refs)
         failpoint.at("layer.named")
-        return self.resolve(digest), existed
+        return self.resolve(str(refs[0]) if refs else digest), existed
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:

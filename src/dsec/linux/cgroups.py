@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
+# Which node a cgroup belongs to. `trusted`: only root can read or set it, and a sandbox's root is not.
+OWNER_XATTR: Final = "trusted.dsec.run_dir"
 WANTED: Final = frozenset({"cpu", "memory", "pids"})
 
 Mode = Literal["v2", "hybrid", "none"]
@@ -41,3 +48,34 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> Cgroups:
     if own >= WANTED or not v1:
         return Cgroups("v2" if v2 else "none", own, v2)
     return Cgroups("hybrid" if v2 else "none", frozenset(v1), v2)
+
+
+@contextlib.contextmanager
+def locked(cgroup: Path) -> Iterator[None]:
+    """Alone among all who lock this cgroup."""
+    fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def owner(cgroup: Path) -> str | None:
+    """The name `set_owner` put on it."""
+    try:
+        return os.fsdecode(os.getxattr(cgroup, OWNER_XATTR))
+    except OSError as error:
+        if error.errno == errno.ENODATA:
+            return None
+        raise
+
+
+def set_owner(cgroup: Path, name: str) -> None:
+    """Put a name on it, for as long as it is there."""
+    os.setxattr(cgroup, OWNER_XATTR, os.fsencode(name))
+
+
+def populated(cgroup: Path) -> bool:
+    """Whether a process lives in it, or in one below it."""
+    return "populated 1" in (cgroup / "cgroup.events").read_text().splitlines()

@@ -6,6 +6,7 @@ on what, and what to do.
 
 from __future__ import annotations
 
+from errno import ENOENT
 from typing import Any, ClassVar, Literal, Self
 
 Retry = Literal["never", "elsewhere", "later"]
@@ -120,7 +121,7 @@ class Conflict(DsecError):
 
 
 class InvalidState(Conflict):
-    """The sandbox is not in a state that allows this."""
+    """The sandbox is not in a state that allows this. One that has ended is `SandboxLost`."""
 
     code = "invalid_state"
 
@@ -236,11 +237,19 @@ class NodeUnreachable(Unavailable, ConnectionError):
 
 
 class SandboxLost(Unavailable):
-    """The sandbox is gone though nobody stopped it; `detail["replaced_by"]` if it goes on elsewhere."""
+    """The sandbox has ended, by a limit, by somebody's stop or by itself: no call on it can succeed any more.
+
+    `detail["replaced_by"]` names the sandbox in which it goes on, if there is one.
+    """
 
     code = "sandbox_lost"
     status = 410
     default_retry: ClassVar[Retry] = "never"
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why it ended, as in `SandboxInfo.end_reason`: `stopped idle lifetime init_died oom lost reboot`."""
+        return self.detail.get("reason")
 
 
 class LaunchFailed(Unavailable):
@@ -269,6 +278,22 @@ class DeadlineExceeded(DsecError, TimeoutError):
     code = "deadline_exceeded"
     status = 504
     default_retry: ClassVar[Retry] = "later"
+
+
+class ProgramNotStarted(DsecError, OSError):
+    """A run named a program, directory or user that this sandbox does not have (or does not let it use).
+
+    Neither the request's fault nor the platform's: what is in a sandbox is its programs' doing. `detail["field"]` is
+    `command`, `cwd` or `user`.
+    """
+
+    code = "program_not_started"
+    status = 409
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would return: 127 when there is no such program, 126 for everything else."""
+        return 127 if self.detail.get("field") == "command" and self.detail.get("errno") == ENOENT else 126
 
 
 class CommandFailed(DsecError):

@@ -52,6 +52,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     expires_at: float | None = None  # when its lifetime ends
     idle_since: float | None = None  # None while something is going on in it
     end_reason: EndReason | None = None
+    ended_by: str | None = None  # the call that ended it: "stop" or "job stop"; None when nobody did
     parent: str | None = None
     replaced_by: str | None = None
 

@@ -12,7 +12,7 @@ import msgspec
 import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
-from dsec.model.errors import InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
+from dsec.model.errors import InvalidSpec, NotFound, SandboxLost, Unknown, Unsupported
 from dsec.model.specs import RunSpec, Spec, check_labels, check_network
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
@@ -158,7 +158,7 @@ class Node:
         return self.core.past(ref) if box is None else self.core.shown(box)
 
     async def _ready(self, ref: str) -> Box:
-        """A sandbox that is alive, once its creation is over. Raises NotFound, InvalidState or SandboxLost."""
+        """A sandbox that is alive, once its creation is over. Raises NotFound or SandboxLost."""
         box = self.core.alive(ref)
         if box is not None and not box.ready.done():
             await asyncio.shield(box.ready)
@@ -182,7 +182,7 @@ class Node:
         box = self.core.alive(ref)
         if box is None:
             return self.core.past(ref)
-        return await self._lifecycle.stop(box, "stopped", grace_s)
+        return await self._lifecycle.stop(box, "stop", grace_s)
 
     async def stop_job(self, job: str) -> int:
         """End all sandboxes of a job; how many there were."""
@@ -193,7 +193,7 @@ class Node:
         async def worker() -> None:
             nonlocal stopped
             for box in mine:
-                await self._lifecycle.stop(box)
+                await self._lifecycle.stop(box, "job stop")
                 stopped += 1
 
         await asyncio.gather(*(worker() for _ in range(_STOPS_AT_ONCE)))
@@ -286,7 +286,10 @@ class Node:
         box = await self._ready(ref)
         box.running_guest()
         assert box.runtime is not None
-        return await box.runtime.usage()
+        try:
+            return await box.runtime.usage()
+        except SandboxLost as error:
+            raise box.end_told(error) from error
 
     # -- programs -----------------------------------------------------------------------------------------------------
 
@@ -299,12 +302,12 @@ class Node:
         if box is None or not box.ready.done():
             try:
                 box = await self._ready(ref)
-            except (InvalidState, SandboxLost):
+            except SandboxLost:
                 return self._past_run(ref, key, digest)
         return self.core.runs.start(box, spec, key, digest, sink)
 
     def _past_run(self, ref: str, key: str, digest: bytes) -> Answer:
-        """What a run of an ended sandbox came to. Raises InvalidState or SandboxLost when there was none."""
+        """What a run of an ended sandbox came to. Raises SandboxLost when there was none."""
         info = self.core.past(ref)
         found = self.core.steps.find(info.id, key, digest, "run")
         if found is None:
@@ -347,6 +350,8 @@ class Node:
                 await guest.kill(process_id, signal)
             except NotFound:
                 log.debug("process %s ended before the signal", process_id)
+            except SandboxLost as error:
+                raise box.end_told(error) from error
             return encode({}), []
 
         digest = content_hash("kill", [process_id, signal])

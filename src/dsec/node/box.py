@@ -9,7 +9,7 @@ import msgspec
 
 from dsec.backends.base import Exit, Guest, Handle, Runtime
 from dsec.model.errors import DsecError, InvalidState, SandboxLost
-from dsec.model.states import SandboxInfo, State
+from dsec.model.states import EndReason, SandboxInfo, State
 from dsec.node.plan import BARE, Defaults
 from dsec.node.store import Statement
 
@@ -77,10 +77,14 @@ class Box:
         self.guest = runtime.guest()
 
     def running_guest(self) -> Guest:
-        """Where programs are run. Raises InvalidState or SandboxLost."""
+        """Where programs are run. Raises SandboxLost, and InvalidState before it runs."""
         if self.guest is None or self.info.state != "running":
             raise not_running(self.info)
         return self.guest
+
+    def end_told(self, error: SandboxLost) -> SandboxLost:
+        """A backend's word that it has ended, with the reason as the node knows it: an idle end is a stop below."""
+        return lost(self.info) if self.info.end_reason is not None else error
 
     def idle_deadline(self) -> float | None:
         """When (boot clock) it will have been idle too long; None while something goes on in it."""
@@ -144,10 +148,34 @@ def ended(info: SandboxInfo, state: State, exit_: Exit, at: float) -> SandboxInf
 
 def not_running(info: SandboxInfo) -> DsecError:
     """The error for a call that needs a running sandbox."""
-    reason = f" ({info.end_reason})" if info.end_reason else ""
-    detail = {"state": info.state, "reason": info.end_reason}
-    if info.state == "lost":
-        return SandboxLost(f"sandbox {info.id} is lost{reason}; create a new one", detail=detail, sandbox_id=info.id)
+    if info.state in ("stopping", "stopped", "lost"):
+        return lost(info)
     return InvalidState(
-        f"sandbox {info.id} is {info.state}{reason}; this call needs a running one", detail=detail, sandbox_id=info.id
+        f"sandbox {info.id} is {info.state}; this call needs a running one",
+        detail={"state": info.state},
+        sandbox_id=info.id,
     )
+
+
+def lost(info: SandboxInfo) -> SandboxLost:
+    """The error for every call on a sandbox that has ended, or is ending: one class, with the reason."""
+    reason = info.end_reason or "lost"
+    return SandboxLost(
+        f"sandbox {info.id} has ended: {_ending_in_words(info, reason)}; create a new one",
+        detail={"state": info.state, "reason": reason, "ended_by": info.ended_by},
+        sandbox_id=info.id,
+    )
+
+
+def _ending_in_words(info: SandboxInfo, reason: EndReason) -> str:
+    words: dict[EndReason, str] = {
+        "stopped": f"a call stopped it ({info.ended_by or 'stop'})",
+        "idle": f"nothing went on in it for {info.spec.idle_timeout_s or 0:g} s (idle)",
+        "lifetime": "its time was over (lifetime)",
+        "init_died": "its init died (init_died)",
+        "oom": "it ran out of memory (oom)",
+        "lost": "the node lost it (lost)",
+        "reboot": "the machine was restarted (reboot)",
+        "create_failed": "its creation failed (create_failed)",
+    }
+    return words[reason]

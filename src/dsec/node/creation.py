@@ -12,15 +12,23 @@ import msgspec
 
 from dsec.backends.base import Runtime, StartPlan
 from dsec.model import failpoint, ids
-from dsec.model.errors import Conflict, DsecError, InvalidSpec, InvalidState, NotFound, Unavailable
+from dsec.model.errors import (
+    Conflict,
+    DsecError,
+    InvalidSpec,
+    InvalidState,
+    NotFound,
+    ProgramNotStarted,
+    Unavailable,
+)
 from dsec.model.limits import CREATE_MANY_MAX
-from dsec.model.specs import Spec
+from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import LayerRef, SandboxInfo
 from dsec.node import plan as plans
 from dsec.node.admission import Need
 from dsec.node.box import Box
 from dsec.node.core import NODE_SCOPE, Core, encode, value_of
-from dsec.node.layers import wanted
+from dsec.node.layers import check_role, wanted
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.steps import BEGUN, Answer, conflict, content_hash
 
@@ -38,6 +46,8 @@ class Created(msgspec.Struct, frozen=True):
     made: bool = True
 
 
+# Nothing below this file of the kernel can exist.
+_NO_PROGRAM: Final = b"/proc/version/none"
 _CANCELLED: Final = InvalidState("the batch was cancelled before this one was made")
 _decode_created = msgspec.msgpack.Decoder(Created).decode
 
@@ -167,6 +177,7 @@ class Creation:
             except NotFound as error:
                 allowed = "a layer of this node: list them with `dsec layer ls`, make one with `dsec layer import`"
                 raise InvalidSpec.field(field, ref, allowed) from error
+            check_role(field, ref, role, info)
             layers.append(plans.Layer(info=info, path=self._core.layers.path(info.digest)))
             refs.append(LayerRef(ref=ref, digest=info.digest, role=role))
         return layers, refs
@@ -189,6 +200,8 @@ class Creation:
         core = self._core
         self._running(box, await core.backend(box.info.backend).start(start))
         failpoint.at("create.started")
+        if box.info.spec.cwd is not None or box.info.spec.user is not None:
+            await _check_inside(box)
         end, files = core.steps.end(NODE_SCOPE, key, encode(Created(core.shown(box))), box.id)
         await core.store.commit(box.row(), end, files=files)
         failpoint.at("create.recorded")
@@ -355,6 +368,20 @@ class Creation:
         for (box, _), key in zip(made, keys, strict=False):
             await self._undo(box, key, error)
         return [error] * max(len(made), 1)
+
+
+async def _check_inside(box: Box) -> None:
+    """Raises InvalidSpec for a `cwd` or `user` of the spec that the sandbox does not have; nobody was told of it yet.
+
+    By a run without a program: user and directory are looked for first, and no layer needs to have a program for it.
+    """
+    spec = RunSpec(argv=[_NO_PROGRAM])
+    try:
+        await box.running_guest().run(plans.run_plan(ids.new_process_id(), spec, box.base))
+    except ProgramNotStarted as error:
+        field = error.detail.get("field")
+        if field in ("cwd", "user"):
+            raise InvalidSpec(error.message, detail=error.detail) from error
 
 
 def item_key(key: str, index: int) -> str:

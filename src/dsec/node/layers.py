@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from dsec.model.errors import InvalidSpec
+from dsec.model.ids import is_digest
 from dsec.model.specs import DEFAULT_BASE, Spec, check_env, check_path, check_user
 from dsec.model.states import LayerInfo
 
@@ -61,3 +63,14 @@ def wanted(spec: Spec) -> list[tuple[str, Role]]:
         refs.append((spec.workspace, "workspace"))
     refs.extend((ref, "toolkit") for ref in spec.toolkits)
     return refs
+
+
+def check_role(field: str, ref: str, role: Role, layer: LayerInfo) -> None:
+    """Raises InvalidSpec for a layer made for another place: a toolkit as the base would start nothing.
+
+    One with the role `base`, which is what an import gives that says none, may stand anywhere; so may a digest, since
+    roles belong to names.
+    """
+    if layer.role not in ("base", role) and not is_digest(ref):
+        allowed = f"a layer with the role {role} (or base); this one is a {layer.role} layer"
+        raise InvalidSpec.field(field, ref, allowed)

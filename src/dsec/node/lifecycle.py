@@ -39,22 +39,24 @@ class Lifecycle:
         box.watcher = asyncio.get_running_loop().create_task(self._watch(box))
         self._core.deadlines.watch(box.id, box.next_deadline())
 
-    async def stop(self, box: Box, reason: EndReason = "stopped", grace_s: float = 0.0) -> SandboxInfo:
-        """End a sandbox for good. Whoever comes second waits for the first."""
+    async def stop(self, box: Box, by: str, grace_s: float = 0.0) -> SandboxInfo:
+        """End a sandbox for good because of a call. Whoever comes second waits for the first."""
         if box.info.state == "creating" and not box.ready.done():
-            return await self._abandon(box)
-        return await asyncio.shield(self._ending(box, reason, grace_s))
+            return await self._abandon(box, by)
+        return await asyncio.shield(self._ending(box, "stopped", grace_s, by))
 
-    async def _abandon(self, box: Box) -> SandboxInfo:
+    async def _abandon(self, box: Box, by: str) -> SandboxInfo:
         if box.creator is not None:
             box.creator.cancel()
         error = await asyncio.shield(box.ready)
         if error is None:  # it was ready before the cancellation arrived
-            return await asyncio.shield(self._ending(box, "stopped", 0.0))
+            return await asyncio.shield(self._ending(box, "stopped", 0.0, by))
         return boxes.ended(box.info, "stopped", Exit(reason="stopped"), self._core.clock.wall())
 
-    def _ending(self, box: Box, reason: EndReason, grace_s: float) -> asyncio.Task[SandboxInfo]:
+    def _ending(self, box: Box, reason: EndReason, grace_s: float, by: str | None = None) -> asyncio.Task[SandboxInfo]:
         if box.stopping is None:
+            if box.info.end_reason is None:
+                box.change(ended_by=by)
             box.stopping = asyncio.get_running_loop().create_task(self._stop(box, reason, grace_s))
         return box.stopping
 

@@ -22,6 +22,7 @@ from dsec.model.errors import (
     Exhausted,
     LaunchFailed,
     NotFound,
+    ProgramNotStarted,
     Rejected,
     SandboxLost,
     Unavailable,
@@ -197,7 +198,9 @@ class Runs:
             # Nothing ran. The key is free again: trying once more can help.
             await self._store.commit(self._steps.drop(box.id, key), durable=False)
             raise
-        except (Rejected, SandboxLost, Unknown) as error:
+        except SandboxLost as error:
+            return await self._record(box, key, flight, box.end_told(error))
+        except (Rejected, ProgramNotStarted, Unknown) as error:
             return await self._record(box, key, flight, error)
         failpoint.at("run.ended")
         return await self._record(box, key, flight, encode(result_of(flight, outcome)))
@@ -208,7 +211,9 @@ class Runs:
         except NotFound:
             await self._store.commit(self._steps.drop(box.id, key), durable=False)
             return None
-        except (SandboxLost, Unknown) as error:
+        except SandboxLost as error:
+            return await self._record(box, key, flight, box.end_told(error))
+        except Unknown as error:
             return await self._record(box, key, flight, error)
         return await self._record(box, key, flight, encode(result_of(flight, outcome)))
 

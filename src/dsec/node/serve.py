@@ -19,9 +19,11 @@ from typing import Final
 import uvloop
 
 from dsec.backends.base import Backend
+from dsec.linux import cgroups
 from dsec.model.errors import Conflict
 from dsec.node.agent import VERSION, Node
 from dsec.node.capacity import EndlessGauge, MachineGauge, machine_room
+from dsec.node.claim import claim_cgroup, own_state
 from dsec.node.clock import SystemClock
 from dsec.node.config import NodeConfig
 from dsec.node.http.app import App
@@ -75,32 +77,6 @@ def lock(path: Path) -> Iterator[None]:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
         os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def own_state(config: NodeConfig) -> Iterator[None]:
-    """Hold the state directory for this run directory. Raises Conflict while the node of another one uses it.
-
-    Two agents over one state would each take the other's sandboxes for lost, also when only the other's sandboxes live.
-    """
-    from dsec.backends.container.keeper import living_keeper
-
-    path = config.state_dir / "node.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        owner = os.fsdecode(os.pread(fd, 4096, 0).strip())
-        taken = f"the node of {owner} uses the state in {config.state_dir}; give this one DSEC_STATE_DIR"
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Conflict(taken) from error
-        if owner not in ("", str(config.run_dir)) and living_keeper(Path(owner)) is not None:
-            raise Conflict(f"{taken}, or end it: DSEC_RUN_DIR={owner} dsec down --stop-all")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, os.fsencode(config.run_dir) + b"\n", 0)
-        yield
     finally:
         os.close(fd)
 
@@ -195,6 +171,8 @@ def serve(config: NodeConfig) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with lock(config.pid_file), own_state(config):
+        if "container" in config.backends:
+            claim_cgroup(config, cgroups.detect().v2)
         # What is imported by now lives as long as the process: the collector need not look at it again.
         gc.freeze()
         uvloop.run(run(config))

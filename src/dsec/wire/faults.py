@@ -15,6 +15,7 @@ from dsec.model.errors import (
     NodeDiskFull,
     NodeFull,
     NotFound,
+    ProgramNotStarted,
     SandboxLost,
     Unavailable,
     Unknown,
@@ -47,8 +48,7 @@ def _translate(error: WireError, op: str, sandbox_id: str | None) -> DsecError: 
     message = error.message
     match error.code:
         case "no_program" | "no_user" | "no_cwd":
-            field, allowed = _INSIDE[error.code]
-            return InvalidSpec(f"{field}: {message}; allowed: {allowed}", detail={"field": field, "allowed": allowed})
+            return _not_started(error)
         case "bad_request":
             field = str(detail.get("field", ""))
             field = _FIELDS.get(field, field)
@@ -83,6 +83,14 @@ def _translate(error: WireError, op: str, sandbox_id: str | None) -> DsecError: 
             return SandboxLost(f"sandbox {sandbox_id or ''} has ended: {message}")
         case _:
             return Unavailable(f"the runtime failed: {message}", detail={"runtime_code": error.code})
+
+
+def _not_started(error: WireError) -> DsecError:
+    field, allowed = _INSIDE[error.code]
+    text, detail = f"{field}: {error.message}; allowed: {allowed}", {"field": field, "allowed": allowed}
+    if error.detail.get("errno") == errno.ENAMETOOLONG:
+        return InvalidSpec(text, detail=detail)  # in no sandbox could it be there
+    return ProgramNotStarted(text, detail=detail)
 
 
 LAUNCHING: Final = frozenset({"sandbox.create", "run.start"})

@@ -123,6 +123,24 @@ def test_the_same_content_is_the_same_layer_however_it_comes(store: LayerStore, 
     assert len(store.list()) == 1
 
 
+def test_an_import_again_with_other_settings_is_what_the_name_has_then(store: LayerStore, tree: Path) -> None:
+    store.import_source(f"dir:{tree}", "l2:1")
+    made = store.import_source(f"dir:{tree}", "l2:1", role="workspace", config=Config({"A": "1"}, "/w", "root"))
+    assert made.existed
+    assert (made.layer.role, made.layer.env, made.layer.cwd) == ("workspace", {"A": "1"}, "/w")
+    assert store.resolve("l2:1") == made.layer
+    assert [layer.names for layer in store.list()] == [("l2:1",)]
+    store.name("l2:1", "l3@1")
+    with pytest.raises(Conflict, match="a version never changes"):
+        store.import_source(f"dir:{tree}", "l3@1", role="toolkit")
+    store.import_source(f"dir:{tree}", "l4:1", role="toolkit")
+    store.remove("l4:1")
+    assert store.resolve("l2:1").role == "workspace"
+    store.remove("l2:1")
+    store.remove("l3@1")
+    assert store.list() == []
+
+
 @pytest.mark.parametrize(
     ("add", "message"),
     [

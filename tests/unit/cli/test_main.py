@@ -91,6 +91,16 @@ def test_no_node_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[
     assert main(["exec", "--url", f"unix://{tmp_path}/none", "x", "true"]) == 125
 
 
+@pytest.mark.parametrize(("field", "errno", "code"), [("command", 2, 127), ("command", 13, 126), ("cwd", 2, 126)])
+def test_a_program_that_was_not_started_has_the_exit_code_of_a_shell(
+    serve: Serve, capsys: pytest.CaptureFixture[str], field: str, errno: int, code: int
+) -> None:
+    detail = {"field": field, "errno": errno}
+    serve(program({"error": {"code": "program_not_started", "message": "words", "detail": detail, "retry": "never"}}))
+    assert main(["exec", ID, "nosuch", "prog"]) == code
+    assert capsys.readouterr().err == "dsec: words\n"
+
+
 def test_ps_escapes_and_filters(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     server = serve(lambda request, wire: wire.answer({"items": [INFO]}))
     assert main(["ps", "--label", "a=b", "--job", "j", "--all"]) == 0

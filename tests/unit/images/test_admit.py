@@ -97,3 +97,15 @@ def test_the_root_cannot_be_opaque_or_a_file() -> None:
         admission(whiteouts=True).admit(Entry(b".wh..wh..opq", REGULAR))
     with pytest.raises(TarError, match="root"):
         admission().admit(Entry(b"./", SYMLINK, link=b"/"))
+
+
+def test_a_directory_with_too_many_entries_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admit, "DIRECTORY_ENTRIES_MAX", 3)
+    gate = admission()
+    for name in (b"data/a", b"data/b", b"data/b", b"data/c", b"other/a"):  # a name that comes again is one entry
+        gate.admit(Entry(name, REGULAR))
+    with pytest.raises(TarError, match="'data' has more than 3 entries"):
+        gate.admit(Entry(b"data/d", REGULAR))
+    gate.admit(Entry(b"third", REGULAR))
+    with pytest.raises(TarError, match="the root of the layer has more than 3 entries"):
+        gate.admit(Entry(b"fourth", REGULAR))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec.images.catalog import Catalog, Config, Row
@@ -30,6 +32,50 @@ def test_a_tag_moves_and_a_version_does_not(catalog: Catalog) -> None:
     assert tag is not None and tag.digest == row("b").digest
     assert version is not None and version.digest == row("a").digest and version.names == ("x@1",)
     assert version.config == row("a").config
+
+
+def test_settings_belong_to_the_name(catalog: Catalog) -> None:
+    corrected = msgspec.structs.replace(row("a"), role="workspace", config=Config(cwd="/repo"))
+    catalog.add(row("a"), (parse("x:1"), parse("x@1")))
+    catalog.add(corrected, (parse("x:1"), parse("y@1")))
+    found = {name: catalog.find(parse(name)) for name in ("x:1", "x@1", "y@1")}
+    assert [(r.role, r.config.cwd, r.names) for r in found.values() if r] == [
+        ("workspace", "/repo", ("x:1", "y@1")),
+        ("base", "/w", ("x@1",)),
+        ("workspace", "/repo", ("x:1", "y@1")),
+    ]
+    assert {(r.digest, r.role) for r in catalog.all()} == {(row("a").digest, "base"), (row("a").digest, "workspace")}
+    by_digest = catalog.find(parse(row("a").digest))
+    assert by_digest is not None and by_digest.config.cwd == "/w" and len(by_digest.names) == 3
+    with pytest.raises(Conflict, match="x@1 is there already with role base"):
+        catalog.add(corrected, (parse("x@1"),))
+    with pytest.raises(Conflict, match="settings belong to a name"):
+        catalog.add(corrected, ())
+    catalog.add(row("a"), ())
+    assert catalog.count_names(row("a").digest) == 3
+
+
+def test_a_catalogue_of_version_1_is_read(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "catalog.sqlite")
+    db.executescript("""
+        CREATE TABLE layers (
+            digest TEXT PRIMARY KEY, size INTEGER NOT NULL, created REAL NOT NULL,
+            role TEXT NOT NULL, source TEXT NOT NULL, config TEXT NOT NULL
+        ) STRICT;
+        CREATE TABLE names (
+            kind TEXT NOT NULL, name TEXT NOT NULL, label TEXT NOT NULL,
+            digest TEXT NOT NULL REFERENCES layers(digest) ON DELETE CASCADE,
+            PRIMARY KEY (name, kind, label)
+        ) STRICT;
+        CREATE INDEX names_by_digest ON names(digest);
+        INSERT INTO layers VALUES ('sha256:00', 4096, 1.0, 'toolkit', 'dir:/x', '{"cwd":"/w"}');
+        INSERT INTO names VALUES ('tag', 'x', '1', 'sha256:00');
+        PRAGMA user_version = 1;
+    """)
+    db.close()
+    found = Catalog(tmp_path / "catalog.sqlite").find(parse("x:1"))
+    assert found == Row("sha256:00", 4096, 1.0, "toolkit", "dir:/x", Config(cwd="/w"), ("x:1",))
+    assert Catalog(tmp_path / "catalog.sqlite").all() == [found]
 
 
 def test_a_refused_name_leaves_nothing(catalog: Catalog) -> None:

@@ -21,6 +21,7 @@ from dsec.model.errors import (
 )
 from dsec.model.specs import Spec
 from dsec.node.agent import Query
+from dsec.node.layers import ImportRequest
 from tests.kit.simnode import SimNode
 
 
@@ -36,8 +37,13 @@ def test_create_run_stop(sim):
         assert (stopped.state, stopped.end_reason) == ("stopped", "stopped")
         assert await s.node.stop(id_) == stopped
         assert (await s.node.get("a")).state == "stopped"
-        with pytest.raises(InvalidState):
+        with pytest.raises(SandboxLost, match="a call stopped it") as caught:
             await s.run(id_, ["true"])
+        assert (caught.value.end_reason, caught.value.detail["ended_by"], caught.value.retry) == (
+            "stopped",
+            "stop",
+            "never",
+        )
         s.check()
         assert not s.world.inventory()
 
@@ -203,6 +209,44 @@ def test_a_sandbox_that_ends_by_itself_is_lost_and_its_room_free(sim):
     sim(scenario)
 
 
+@pytest.mark.parametrize("reason", ["idle", "lifetime", "stopped", "oom"])
+def test_every_call_after_the_end_says_the_same(sim, reason):
+    """One class, the true reason, retry never; for a run in flight as for whatever comes later."""
+
+    async def scenario(s: SimNode) -> None:
+        limits = {"idle": {"idle_timeout_s": 5}, "lifetime": {"lifetime_s": 5}}.get(reason, {})
+        id_ = await s.create(job="j", **limits)
+        runs = [] if reason == "idle" else [asyncio.ensure_future(s.run(id_, "sleep 100", key="k"))]
+        await s.clock.settle()
+        if reason == "stopped":
+            assert await s.node.stop_job("j") == 1
+        elif reason == "oom":
+            s.world.lose(id_, "oom", "killed")
+        else:
+            await s.clock.advance(6)
+        await s.clock.settle()
+        info = await s.node.get(id_)
+        assert (info.end_reason, info.ended_by) == (reason, "job stop" if reason == "stopped" else None)
+        later = (
+            lambda: s.run(id_, ["true"]),
+            lambda: s.node.extend(id_, 10),
+            lambda: s.node.set_labels(id_, {}),
+            lambda: s.node.set_network(id_, {}),
+            lambda: s.node.usage(id_),
+            lambda: s.node.processes(id_),
+            lambda: s.node.kill(id_, "p-none"),
+            *([lambda: s.run(id_, "sleep 100", key="k")] if runs else []),
+        )
+        for waiting in (*runs, *(call() for call in later)):
+            with pytest.raises(SandboxLost) as caught:
+                await waiting
+            assert (caught.value.end_reason, caught.value.retry) == (reason, "never")
+            assert caught.value.sandbox_id == id_
+            assert reason in caught.value.message
+
+    sim(scenario)
+
+
 def test_stops_at_once_stop_once(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create()
@@ -224,7 +268,7 @@ def test_a_stop_that_fails_is_tried_again(sim):
         s.world.faults.fail("stop", LaunchFailed("busy"))
         with pytest.raises(LaunchFailed):
             await s.node.stop(id_)
-        with pytest.raises(InvalidState):
+        with pytest.raises(SandboxLost):
             await s.run(id_, ["true"])
         await s.clock.advance(6)
         assert (await s.node.get(id_)).state == "stopped"
@@ -244,6 +288,34 @@ def test_stopping_one_that_is_being_made_undoes_it(sim):
             await creation
         s.check()
         assert not s.world.inventory() and not s.rows()
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize(("field", "value"), [("cwd", "/nowhere"), ("user", "bob")])
+def test_a_directory_or_user_that_is_not_there_is_refused_at_creation(sim, field, value):
+    async def scenario(s: SimNode) -> None:
+        with pytest.raises(InvalidSpec) as caught:
+            await s.create(**{field: value})
+        assert caught.value.detail["field"] == field
+        assert not s.world.inventory() and not s.rows()
+        for error in [error async for _, error in s.node.create_many([Spec.build(**{field: value})])]:
+            assert isinstance(error, InvalidSpec)
+        s.check()
+
+    sim(scenario)
+
+
+def test_a_layer_stands_only_where_its_role_allows(sim):
+    async def scenario(s: SimNode) -> None:
+        for name in ("harness@7", "repo@1"):
+            role = "toolkit" if name == "harness@7" else "workspace"
+            await s.node.import_layer(ImportRequest(source="dir:/x", name=name, role=role), print)
+        for field, value in (("base", "harness@7"), ("workspace", "harness@7"), ("toolkits", ["repo@1"])):
+            with pytest.raises(InvalidSpec, match="with the role") as caught:
+                await s.create(**{field: value})
+            assert caught.value.detail["field"] == field
+        assert await s.create(workspace="repo@1", toolkits=["harness@7"])
 
     sim(scenario)
 

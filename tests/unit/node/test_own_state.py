@@ -9,8 +9,8 @@ import pytest
 
 from dsec.linux import proc
 from dsec.model.errors import Conflict
+from dsec.node.claim import own_state
 from dsec.node.config import RUN_DIR, NodeConfig, default_cgroup, parse
-from dsec.node.serve import own_state
 
 
 def test_a_run_directory_of_its_own_has_a_cgroup_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,17 @@ import asyncio
 
 import pytest
 
-from dsec.model.errors import Conflict, DsecError, Exhausted, InvalidSpec, LaunchFailed, NotFound, Unavailable, Unknown
+from dsec.model.errors import (
+    Conflict,
+    DsecError,
+    Exhausted,
+    InvalidSpec,
+    LaunchFailed,
+    NotFound,
+    ProgramNotStarted,
+    Unavailable,
+    Unknown,
+)
 from dsec.model.specs import RunSpec
 from dsec.node import runs
 from dsec.node.core import value_of
@@ -71,7 +81,7 @@ def test_what_the_sandbox_refuses_is_an_answer_too(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create()
         for _ in range(2):
-            with pytest.raises(InvalidSpec) as caught:
+            with pytest.raises(ProgramNotStarted) as caught:
                 await s.run(id_, ["no-such-program"], "k")
             assert caught.value.detail["field"] == "command"
         assert s.world.faults.calls["run"] == 1
@@ -183,7 +193,7 @@ def test_env_directory_and_user_come_from_spec_then_layers(sim):
         id_ = await s.create(env={"A": "1", "B": "2"}, cwd="/tmp")
         result = await s.run(id_, "echo $A $B $C; pwd", env={"B": "3", "C": "4"})
         assert result.stdout == "1 3 4\n/tmp\n"
-        with pytest.raises(InvalidSpec) as caught:
+        with pytest.raises(ProgramNotStarted) as caught:
             await s.run(id_, ["true"], cwd="/nowhere")
         assert caught.value.detail["field"] == "cwd"
 

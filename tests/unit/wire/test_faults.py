@@ -12,9 +12,10 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("code", "detail", "cls", "expected"),
     [
-        ("no_program", {}, errors.InvalidSpec, {"field": "command"}),
-        ("no_user", {}, errors.InvalidSpec, {"field": "user"}),
-        ("no_cwd", {}, errors.InvalidSpec, {"field": "cwd"}),
+        ("no_program", {}, errors.ProgramNotStarted, {"field": "command"}),
+        ("no_program", {"errno": 36}, errors.InvalidSpec, {"field": "command"}),
+        ("no_user", {}, errors.ProgramNotStarted, {"field": "user"}),
+        ("no_cwd", {}, errors.ProgramNotStarted, {"field": "cwd"}),
         ("too_long", {"limit": 131071, "field": "argv"}, errors.InvalidSpec, {"field": "command", "limit": 131071}),
         ("bad_request", {"field": "argv"}, errors.InvalidSpec, {"field": "command"}),
         ("bad_request", {"field": "hostname"}, errors.InvalidSpec, {"field": "hostname"}),
@@ -51,3 +52,12 @@ def test_what_is_wrong_inside_says_what_is_allowed() -> None:
 def test_an_errno_is_named() -> None:
     error = translate(WireError("launch", "mounting", {"step": "overlay", "errno": 28}), op="sandbox.create")
     assert "ENOSPC" in error.message
+
+
+@pytest.mark.parametrize(
+    ("code", "errno", "expected"), [("no_program", 2, 127), ("no_program", 13, 126), ("no_cwd", 2, 126)]
+)
+def test_what_was_not_started_has_the_exit_code_of_a_shell(code: str, errno: int, expected: int) -> None:
+    error = translate(WireError(code, "words", {"errno": errno}), op="run.start")  # type: ignore[arg-type] # any
+    assert isinstance(error, errors.ProgramNotStarted) and not isinstance(error, errors.Rejected)
+    assert error.exit_code == expected

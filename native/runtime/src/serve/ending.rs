@@ -129,7 +129,10 @@ impl Server {
         if disk_full {
             outcome.limits_hit.push("disk".to_owned());
         }
-        run.spent = used.filter(|_| left == Some(0));
+        // A cgroup that was killed once is dead for good: the kernel counts its kills, takes the clone's count
+        // from the parent's group, and kills what is cloned into a group whose count differs (6.18).
+        let killed = run.meta.marked.is_some_and(|(_, signal)| signal == 0);
+        run.spent = used.filter(|_| left == Some(0) && !killed);
         run.meta.outcome = Some(outcome);
         self.keep_outcome(index);
         fail::pass("run.put_outcome");

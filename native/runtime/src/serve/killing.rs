@@ -11,10 +11,10 @@ impl Server {
     pub(super) fn keeper_refused(&mut self, key: &str) {
         if let Some(index) = self.run_by_key(key) {
             if let Some(run) = self.runs.get_mut(&index) {
-                match &run.leaf {
-                    Some(leaf) => drop(leaf.kill()),
-                    // The refusal may be read before what the launch left for us.
-                    None => run.meta.marked = Some((Cause::Killed, 0)),
+                // Also without a cgroup: the refusal may be read before what the launch left for us.
+                run.meta.marked = Some((Cause::Killed, 0));
+                if let Some(leaf) = &run.leaf {
+                    drop(leaf.kill());
                 }
             }
             info!("run.unsafe", key = key);

@@ -6,7 +6,7 @@ import asyncio
 
 from dsec.backends.base import RunOutcome
 from dsec.backends.conformance.kit import FOREVER, Box, Subject, check, equal, expect, raises, sandbox, soon
-from dsec.model.errors import InvalidSpec, NotFound
+from dsec.model.errors import NotFound, ProgramNotStarted
 
 
 def ending(outcome: RunOutcome) -> tuple[str, int, int | None]:
@@ -95,6 +95,19 @@ async def kill_ends_the_tree(subject: Subject) -> None:
 
 
 @check()
+async def runs_after_one_that_was_killed_are_not(subject: Subject) -> None:
+    """What ends one run's tree, a timeout or a kill, never reaches the runs that come after it."""
+    async with sandbox(subject) as box:
+        for _ in range(5):
+            equal(ending(await box.sh(f"sleep {FOREVER}", timeout_s=0.1)), ("timeout", 137, 9), "the ending")
+            equal(ending(await box.sh("exit 3")), ("exited", 3, None), "the run after a timeout")
+            spawned = await box.spawn(f"sleep {FOREVER}")
+            await soon(box.guest.kill(spawned.process_id))
+            equal(ending(await spawned.end()), ("killed", 137, 9), "the ending")
+            equal(ending(await box.sh("exit 3")), ("exited", 3, None), "the run after a kill")
+
+
+@check()
 async def a_signal_is_delivered(subject: Subject) -> None:
     """A signal reaches the program, which may ignore it."""
     async with sandbox(subject) as box:
@@ -120,7 +133,7 @@ async def a_child_that_holds_the_pipe_does_not_delay_the_end(subject: Subject) -
 
 @check()
 async def what_is_wrong_inside_names_the_field(subject: Subject) -> None:
-    """No such program, user or directory: InvalidSpec with the field, and the sandbox is as before."""
+    """No such program, user or directory: ProgramNotStarted with the field, and the sandbox is as before."""
     async with sandbox(subject) as box:
         wrong = (
             ("command", box.command("no-such-program")),
@@ -129,20 +142,24 @@ async def what_is_wrong_inside_names_the_field(subject: Subject) -> None:
             ("cwd", box.command("true", cwd="/no/such/directory")),
         )
         for field, plan in wrong:
-            error = await raises(InvalidSpec, box.guest.run(plan), f"a wrong {field}")
+            error = await raises(ProgramNotStarted, box.guest.run(plan), f"a wrong {field}")
             equal(error.detail.get("field"), field, "the field")
+            code = error.exit_code if isinstance(error, ProgramNotStarted) else None
+            equal(code, 127 if field == "command" else 126, "what a shell would return")
         equal((await box.run("true")).exit_code, 0, "the sandbox afterwards")
 
 
 @check("posix")
 async def what_cannot_be_executed_names_the_command(subject: Subject) -> None:
-    """A directory, a file without permission: InvalidSpec(command). A file as directory: InvalidSpec(cwd)."""
+    """ProgramNotStarted: a directory or a file without permission (command), a file as directory (cwd)."""
     async with sandbox(subject) as box:
         await box.text("echo hello > /tmp/plain; chmod 644 /tmp/plain")
         for path in ("/tmp/plain", "/tmp"):
-            error = await raises(InvalidSpec, box.guest.run(box.command(path)), path)
+            error = await raises(ProgramNotStarted, box.guest.run(box.command(path)), path)
             equal(error.detail.get("field"), "command", "the field")
-        error = await raises(InvalidSpec, box.guest.run(box.command("true", cwd="/tmp/plain")), "a file as directory")
+        error = await raises(
+            ProgramNotStarted, box.guest.run(box.command("true", cwd="/tmp/plain")), "a file as directory"
+        )
         equal(error.detail.get("field"), "cwd", "the field")
 
 

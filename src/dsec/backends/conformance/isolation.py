@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsec.backends.conformance.kit import FOREVER, Subject, check, equal, expect, raises, sandbox, soon
-from dsec.model.errors import DsecError, InvalidSpec
+from dsec.model.errors import DsecError, ProgramNotStarted
 
 
 @check("isolation")
@@ -67,7 +67,7 @@ async def a_sandbox_that_destroys_itself_can_be_stopped(subject: Subject) -> Non
     async with sandbox(subject) as healthy, sandbox(subject) as box:
         await box.sh("rm -rf /bin /sbin /usr /etc /lib /lib64 /tmp 2>/dev/null")
         gone = box.command("cat", "/etc/passwd", user="0")  # by number: the list of users is gone too
-        error = await raises(InvalidSpec, box.guest.run(gone), "a program that is gone")
+        error = await raises(ProgramNotStarted, box.guest.run(gone), "a program that is gone")
         equal(error.detail.get("field"), "command", "the field")
         equal((await soon(box.runtime.stop())).reason, "stopped", "the end")
         equal((await healthy.run("true")).exit_code, 0, "the other one")

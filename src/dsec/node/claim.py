@@ -1,0 +1,94 @@
+"""What a node holds for itself alone: its state directory and its cgroup. Two nodes over one of them end each other."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsec.linux import cgroups
+from dsec.model.errors import Conflict, InvalidSpec
+from dsec.node.config import NodeConfig
+
+
+@contextlib.contextmanager
+def own_state(config: NodeConfig) -> Iterator[None]:
+    """Hold the state directory for this run directory. Raises Conflict while the node of another one uses it.
+
+    Two agents over one state would each take the other's sandboxes for lost, also when only the other's sandboxes live.
+    """
+    path = config.state_dir / "node.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        owner = os.fsdecode(os.pread(fd, 4096, 0).strip())
+        taken = f"the node of {owner} uses the state in {config.state_dir}; give this one DSEC_STATE_DIR"
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(taken) from error
+        if owner not in ("", str(config.run_dir)) and _keeper_lives(Path(owner)):
+            raise Conflict(f"{taken}, or end it: DSEC_RUN_DIR={owner} dsec down --stop-all")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, os.fsencode(config.run_dir) + b"\n", 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def claim_cgroup(config: NodeConfig, mount: Path | None) -> None:
+    """Put this run directory's name on the cgroup. Raises Conflict while it is another node's.
+
+    A node ends what it finds in its cgroup and does not know: two over one would kill each other's sandboxes. The name
+    is on the cgroup itself, so it goes with it: at `dsec down --stop-all`, and when the machine is restarted. `mount`
+    is where cgroup v2 is; without one the runtime says what is missing.
+    """
+    if mount is None:
+        return
+    if any(part in ("", ".", "..") for part in config.cgroup.split("/")):
+        raise InvalidSpec.field("--cgroup", config.cgroup, "a path below the root of each hierarchy: dsec, or a/b")
+    at = mount / config.cgroup
+    at.mkdir(parents=True, exist_ok=True)
+    with cgroups.locked(at):  # of two nodes that come at once one sees the other's name
+        owner = cgroups.owner(at)
+        if owner not in (None, str(config.run_dir)):
+            _check_left(config.cgroup, at, Path(owner))
+        cgroups.set_owner(at, str(config.run_dir))
+
+
+def _check_left(name: str, at: Path, owner: Path) -> None:
+    """Raises Conflict unless the owner's agent and keeper are dead and nothing lives in its cgroup."""
+    if _agent_lives(owner) or _keeper_lives(owner):
+        raise Conflict(
+            f"the cgroup {name} is that of the node of {owner}; give this one another by DSEC_CGROUP or --cgroup, or "
+            f"end that one: DSEC_RUN_DIR={owner} dsec down --stop-all",
+            detail={"cgroup": name, "owner": str(owner)},
+        )
+    if cgroups.populated(at):
+        raise Conflict(
+            f"programs of the node of {owner}, which has died, live in the cgroup {name}; start that one again, it "
+            f"finds or ends them (DSEC_RUN_DIR={owner} dsec up), or give this one another by DSEC_CGROUP or --cgroup",
+            detail={"cgroup": name, "owner": str(owner)},
+        )
+
+
+def _keeper_lives(run_dir: Path) -> bool:
+    from dsec.backends.container.keeper import living_keeper
+
+    return living_keeper(run_dir) is not None
+
+
+def _agent_lives(run_dir: Path) -> bool:
+    """Whether an agent holds the lock of this directory: it may be about to start its keeper."""
+    try:
+        fd = os.open(run_dir / "agent.pid", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
