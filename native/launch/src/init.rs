@@ -347,7 +347,7 @@ fn bound_shared_memory(memory_bytes: u64) -> Result<()> {
     if memory_bytes == 0 {
         return Ok(());
     }
-    let pages = memory_bytes / 2 / rustix::param::page_size() as u64;
+    let pages = memory_bytes / 2 / process::page_size();
     match write_proc("/proc/sys/kernel/shmall", &pages.to_string()) {
         Err(error) => match error.raw_os_error() {
             // Before 6.9 it is the host's root alone who may; without System V IPC there is no such file.

@@ -326,7 +326,7 @@ fn shared_memory_may_take_half() {
     let node = Node::new();
     let ours = std::fs::read_to_string("/proc/sys/kernel/shmall").expect("shmall");
     let sandbox = node.create(&plan("a")).expect("created");
-    let pages = 128 * MIB / rustix::param::page_size() as u64;
+    let pages = 128 * MIB / dsec_sys::process::page_size();
     assert_eq!(
         sandbox.said("cat /proc/sys/kernel/shmall"),
         pages.to_string()

@@ -320,6 +320,13 @@ pub fn set_undumpable() -> io::Result<()> {
     check_int(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }).map(drop)
 }
 
+/// As the C library learnt it at the start. rustix would ask the kernel, which tells it only since 6.4, or
+/// read /proc/self/auxv, which an init may not: it would panic there.
+pub fn page_size() -> u64 {
+    // SAFETY: a plain integer. It cannot fail: the value is always known.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as u64 }
+}
+
 /// Gives freed heap back: an init lives as long as its sandbox and copies every page it dirties.
 pub fn trim_heap() {
     // SAFETY: no memory of ours is involved.
