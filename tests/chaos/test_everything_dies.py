@@ -135,7 +135,7 @@ def left_behind(change: str, run_dir: Path) -> bool:
     Agent, keeper and runtime are other processes than before, with other descriptors; what has ended is the host's
     init's to reap once the keeper was killed; and of ended sandboxes the runtime keeps a bounded number of small files.
     """
-    ours = ("+ descriptors:", "+ process: (ended)", f"+ file: {run_dir}/sbx/")
+    ours = ("+ descriptors:", "+ process: (ended)", f"+ file: {run_dir}/ns/sbx/")
     daemon = change.startswith("+ process:") and any(
         f" {role} " in change for role in ("serve", "keeper", "-m dsec.node")
     )
