@@ -146,7 +146,7 @@ def left_behind(change: str, run_dir: Path) -> bool:
     Agent, keeper and runtime are other processes than before, with other descriptors; and of ended sandboxes the
     runtime keeps a bounded number of small files.
     """
-    ours = ("+ descriptors:", f"+ file: {run_dir}/sbx/")
+    ours = ("+ descriptors:", f"+ file: {run_dir}/ns/sbx/")
     daemon = change.startswith("+ process:") and any(
         f" {role} " in change for role in ("serve", "keeper", "-m dsec.node")
     )

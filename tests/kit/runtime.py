@@ -124,7 +124,7 @@ class ContainerSubject:
         """Files; the record of one that has ended is kept for a while on purpose and does not count."""
         for directory, subdirectories, files in os.walk(self.place.state_dir):
             yield from (f"{directory}/{name}" for name in (*subdirectories, *files) if "sbx-" in name)
-        runs = self.place.run_dir / "runs"
+        runs = self.place.run_dir / "ns/runs"
         yield from (str(path) for path in runs.glob("*/*"))
 
     def _loops(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ def leftovers(node: Node) -> list[str]:
     """Cgroups of sandboxes, and marks of runs, that are still there."""
     found = [str(p) for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
     found += [str(p) for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
-    return found + [str(p) for p in (node.run_dir / "runs").glob("*")]
+    return found + [str(p) for p in (node.run_dir / "ns/runs").glob("*")]
 
 
 @pytest.mark.parametrize("action", ["error", "kill"])

@@ -1,4 +1,4 @@
-//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: a symbolic link
+//! `RUN_DIR/ns/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/ns/runs/SBX/RUN`: a symbolic link
 //! for every run that was launched and is not forgotten, so that a run whose result was lost with the
 //! keeper is never taken for one that was not launched. It names the run's cgroup and the keeper; as a
 //! link that takes one call.
@@ -86,10 +86,11 @@ pub struct Records {
 }
 
 impl Records {
+    /// The backend must be open: `RUN_DIR/ns` is a file system in memory from then on.
     pub fn open(run_dir: &Path) -> io::Result<Self> {
         let out = Self {
-            sbx: run_dir.join("sbx"),
-            runs: run_dir.join("runs"),
+            sbx: run_dir.join("ns/sbx"),
+            runs: run_dir.join("ns/runs"),
         };
         fs::create_dir_all(&out.sbx)?;
         fs::create_dir_all(&out.runs)?;
@@ -217,8 +218,8 @@ mod tests {
             ended_ns: 0,
         };
         records.write(&record).unwrap();
-        fs::write(dir.join("sbx/broken"), b"\xc1").unwrap();
-        fs::write(dir.join("sbx/b.tmp~"), b"half").unwrap();
+        fs::write(dir.join("ns/sbx/broken"), b"\xc1").unwrap();
+        fs::write(dir.join("ns/sbx/b.tmp~"), b"half").unwrap();
         let (good, bad) = records.load().unwrap();
         assert_eq!(good, [record]);
         assert_eq!(bad, ["broken"]);
@@ -232,7 +233,7 @@ mod tests {
         assert_eq!(records.marked_runs().unwrap(), [marked("r1", "1", "k")]);
         records.mark_run("a", "r1", "2", "").unwrap();
         assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2", "")]);
-        fs::write(dir.join("runs/a/r1.old"), b"").unwrap();
+        fs::write(dir.join("ns/runs/a/r1.old"), b"").unwrap();
         assert!(records
             .marked_runs()
             .unwrap()
