@@ -115,8 +115,8 @@ def at_limits(client: dsec.Client) -> None:
     programs: dict[str, str | list[str]] = {
         "memory": ["python3", "-c", "x = bytearray(2**30); x[::4096] = b'1' * len(x[::4096])"],
         "processes": "i=0; while [ $i -lt 400 ]; do sleep 20 & i=$((i+1)); done 2>&1 | tail -n 1",
-        "disk": "head -c 1G /dev/zero > /root/big; rm -f /root/big",
-        "output": "head -c 100M /dev/zero | tr '\\0' y",
+        "disk": "head -c 1G /dev/zero > /root/big",
+        "output": "rm /root/big; head -c 100M /dev/zero | tr '\\0' y",
         "time": "trap '' TERM; setsid sleep 1000 & sleep 1000",
     }
     with client.create(spec()) as sbx:
