@@ -121,6 +121,23 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
 # Results that are kept
 
 
+@pytest.mark.parametrize("ended", ["timeout", "killed"])
+def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Client, str], ended: str) -> None:
+    """Whatever is cloned into a cgroup that was killed once is killed too."""
+    c, s = box
+    for i in range(4):
+        plan = run_plan(s, f"r{i}", ["sleep", "100"], memory_cgroup=True, timeout_ms=100 if ended == "timeout" else 0)
+        number = c.send("run.start", plan)
+        while c.recv().get("ev") != "started":
+            pass
+        if ended == "killed":
+            with node.client() as other:
+                other.call("run.kill", sandbox=s, run=f"r{i}", signal=0, cause="killed")
+        assert c.wait(number)["cause"] == ended
+        r = c.call("run.start", **run_plan(s, f"n{i}", ["true"], memory_cgroup=True))
+        assert (r["exit_code"], r["cause"]) == (0, "exited")
+
+
 def test_old_results_make_room(box: tuple[Client, str]) -> None:
     c, s = box
     for i in range(300):
