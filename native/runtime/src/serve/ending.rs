@@ -136,6 +136,7 @@ impl Server {
         self.reap(index, reap);
         fail::pass("run.reaped");
         self.let_tree_go(index);
+        self.count_descriptors(index);
         if let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) {
             self.pump(index);
             self.run_ended(sandbox);
