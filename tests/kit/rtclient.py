@@ -148,6 +148,7 @@ class Node:
         *,
         cgroup: str = "dsec-runtime-test",
         env: dict[str, str] | None = None,
+        nofile: int | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
@@ -158,6 +159,7 @@ class Node:
         self.state_dir.mkdir()
         self.cgroup = f"{cgroup}-{self.dir.name.removeprefix('runtime-')}"
         self.env = os.environ | (env or {})
+        self.nofile = nofile
         self.pass_fds = pass_fds
         self.start()
 
@@ -168,6 +170,8 @@ class Node:
     def start(self) -> None:
         options = {"--run-dir": self.run_dir, "--state-dir": self.state_dir, "--cgroup": self.cgroup}
         command = [str(self.binary), "keeper", *(f"{name}={value}" for name, value in options.items())]
+        if self.nofile is not None:
+            command = ["prlimit", f"--nofile={self.nofile}", *command]
         subprocess.run(
             command,
             check=True,

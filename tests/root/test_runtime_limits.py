@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from dsec.linux import proc
+from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
 from tests.root.test_runtime import BINARY, create, frozen_file, make_node, sh
 from tests.root.test_runtime import pytestmark as needs
 
@@ -119,6 +120,68 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
 
 
 # Results that are kept
+
+
+@pytest.mark.parametrize("ended", ["timeout", "killed"])
+def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Client, str], ended: str) -> None:
+    """Whatever is cloned into a cgroup that was killed once is killed too."""
+    c, s = box
+    for i in range(4):
+        plan = run_plan(s, f"r{i}", ["sleep", "100"], memory_cgroup=True, timeout_ms=100 if ended == "timeout" else 0)
+        number = c.send("run.start", plan)
+        while c.recv().get("ev") != "started":
+            pass
+        if ended == "killed":
+            with node.client() as other:
+                other.call("run.kill", sandbox=s, run=f"r{i}", signal=0, cause="killed")
+        assert c.wait(number)["cause"] == ended
+        r = c.call("run.start", **run_plan(s, f"n{i}", ["true"], memory_cgroup=True))
+        assert (r["exit_code"], r["cause"]) == (0, "exited")
+
+
+def test_a_sandbox_has_its_share_of_the_descriptors() -> None:
+    """Ended runs whose children hold their pipes use up the share of their own sandbox; it comes back with its end."""
+    node = make_node(env={"DSEC_NATIVE_DISABLE": "nofile.raise"}, nofile=1200)
+    try:
+        with node.client() as c:
+            for name in ("greedy", "other"):
+                create(c, name, pids_max=400)
+            first, refused = _use_up(c, "greedy")
+            assert refused.code == "limit"
+            assert refused.detail["resource"] == "descriptors"
+            assert refused.detail["limit"] < 1200 // 2
+            assert first > 10
+            second, _ = _use_up(c, "other")
+            assert second > 10
+            c.call("sandbox.stop", id="greedy")
+            c.call("sandbox.stop", id="other")
+            create(c, "third", pids_max=400)
+            again, _ = _use_up(c, "third")
+            assert again >= first
+    finally:
+        node.stop()
+
+
+def _use_up(c: Client, s: str) -> tuple[int, RuntimeFault]:
+    for count in range(1000):
+        try:
+            c.call("run.start", **run_plan(s, f"r{count}", sh("sleep 1000 & exit 0")))
+        except RuntimeFault as e:
+            return count, e
+    raise AssertionError("no limit")
+
+
+def test_keeper_and_runtime_have_all_the_descriptors_there_are(node: Node) -> None:
+    for pid in (node.keeper_pid(), node.runtime_pid()):
+        line = next(
+            li for li in Path(f"/proc/{pid}/limits").read_text().splitlines() if li.startswith("Max open files")
+        )
+        assert line.split()[3:5] == [str(proc.descriptors_max())] * 2
+    with node.client() as c:
+        create(c, "a")
+        r = c.call("run.start", **run_plan("a", "r", sh("ulimit -Sn; ulimit -Hn")))
+        assert len(set(r["streams"][0]["head"].split())) == 1
+        assert int(r["streams"][0]["head"].split()[0]) == sandbox_plan("a", [])["nofile"]
 
 
 def test_old_results_make_room(box: tuple[Client, str]) -> None:

@@ -16,6 +16,8 @@ pub const OVERLAY_EACH: &str = "overlay.each";
 pub const CGROUP_KILL: &str = "cgroup.kill";
 /// One way to write v1's `tasks` without a lock over all processes; without it `cgroup.procs`.
 pub const CGROUP_TASKS: &str = "cgroup.tasks";
+/// Raising the hard limit of descriptors; without it the one we were started with.
+pub const NOFILE_RAISE: &str = "nofile.raise";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -24,6 +26,7 @@ pub const NAMES: &[&str] = &[
     OVERLAY_EACH,
     CGROUP_KILL,
     CGROUP_TASKS,
+    NOFILE_RAISE,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

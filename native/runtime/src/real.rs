@@ -1,7 +1,7 @@
 //! Containers, by `dsec_launch`.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,7 +41,21 @@ struct RealPlace {
     policy: RunPolicy,
 }
 
-struct RealLeaf(RunCgroup);
+/// A group that was killed once serves nobody any more: the kernel (6.18) kills whatever is cloned into
+/// it at once, because it compares the count of kills with that of the group of who clones.
+struct RealLeaf {
+    cgroup: RunCgroup,
+    killed: AtomicBool,
+}
+
+impl From<RunCgroup> for RealLeaf {
+    fn from(cgroup: RunCgroup) -> Self {
+        Self {
+            cgroup,
+            killed: AtomicBool::new(false),
+        }
+    }
+}
 
 pub fn config(options: &Options) -> Config {
     Config {
@@ -176,12 +190,13 @@ impl Place for RealPlace {
     }
 
     fn create_leaf(&self, leaf: &str, memory: bool) -> Result<Arc<dyn Leaf>> {
-        Ok(Arc::new(RealLeaf(self.cgroup.create_run(leaf, memory)?)))
+        let cgroup = self.cgroup.create_run(leaf, memory)?;
+        Ok(Arc::new(RealLeaf::from(cgroup)))
     }
 
     fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>> {
         let leaf = self.cgroup.find_run(leaf).ok()?;
-        Some(Arc::new(RealLeaf(leaf)))
+        Some(Arc::new(RealLeaf::from(leaf)))
     }
 
     fn leaves(&self) -> Result<Vec<String>> {
@@ -212,7 +227,7 @@ impl Place for RealPlace {
             policy: &self.policy,
         };
         let launcher = self.shared.pick(&self.shared.enterers);
-        launcher.enter(&target, plan, stdio, &leaf.0)
+        launcher.enter(&target, plan, stdio, &leaf.cgroup)
     }
 
     fn kill(&self) -> Result<()> {
@@ -236,31 +251,32 @@ impl Place for RealPlace {
 
 impl Leaf for RealLeaf {
     fn kill(&self) -> Result<()> {
-        self.0.kill()
+        self.killed.store(true, Ordering::Relaxed);
+        self.cgroup.kill()
     }
 
     fn count(&self) -> Result<u64> {
-        self.0.count()
+        self.cgroup.count()
     }
 
     fn events(&self) -> Result<OwnedFd> {
-        self.0.events()
+        self.cgroup.events()
     }
 
     fn usage(&self) -> Result<RunUsage> {
-        self.0.usage()
+        self.cgroup.usage()
     }
 
     fn pids_max_events(&self) -> u64 {
-        self.0.pids_max_events()
+        self.cgroup.pids_max_events()
     }
 
     fn renew(&self, used: &RunUsage) -> bool {
-        self.0.renew(used)
+        !self.killed.load(Ordering::Relaxed) && self.cgroup.renew(used)
     }
 
     fn remove(&self) -> Result<()> {
-        self.0.remove()
+        self.cgroup.remove()
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

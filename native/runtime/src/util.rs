@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use dsec_launch::switch;
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
 /// CLOCK_MONOTONIC in nanoseconds: the same in every process, so a run can be timed over a restart.
@@ -72,16 +73,23 @@ pub fn write_whole(path: &Path, data: &[u8]) -> io::Result<()> {
     fs::rename(&temp, path)
 }
 
-/// Raises the descriptor limit to what is allowed, and says what it is.
+/// Raises the descriptor limit to what the kernel gives anybody (`fs.nr_open`), or without
+/// CAP_SYS_RESOURCE to what is allowed, and says what it is. Programs inside have their plan's.
 pub fn raise_nofile() -> u64 {
-    let now = getrlimit(Resource::Nofile);
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: now.maximum,
-            maximum: now.maximum,
-        },
-    );
+    let allowed = getrlimit(Resource::Nofile).maximum;
+    let most = fs::read_to_string("/proc/sys/fs/nr_open").ok();
+    let most = most
+        .and_then(|text| text.trim().parse().ok())
+        .filter(|_| !switch::off(switch::NOFILE_RAISE));
+    for limit in [most.or(allowed), allowed] {
+        let both = Rlimit {
+            current: limit,
+            maximum: limit,
+        };
+        if setrlimit(Resource::Nofile, both).is_ok() {
+            break;
+        }
+    }
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 

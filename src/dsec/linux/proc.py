@@ -13,6 +13,7 @@ import msgspec
 from dsec.model.limits import KIB
 
 PROC: Final = Path("/proc")
+CAP_SYS_RESOURCE: Final = 24
 _MEMORY: Final = re.compile(rb"^(MemTotal|MemAvailable|SwapTotal|SwapFree):\s*(\d+)", re.MULTILINE)
 
 
@@ -66,8 +67,13 @@ def processes(proc: Path = PROC) -> int:
     return int((proc / "loadavg").read_text().split()[3].partition("/")[2])
 
 
-def descriptors_max() -> int:
-    """How many descriptors one process may have: its hard limit, which it may raise itself to."""
+def descriptors_max(proc: Path = PROC) -> int:
+    """How many descriptors one process of a node may have: what the kernel gives anybody if it may raise its hard limit
+    (as keeper and runtime then do), or that limit."""
+    status = (proc / "self/status").read_text()
+    effective = int(status.partition("CapEff:")[2].split()[0], 16)
+    if effective >> CAP_SYS_RESOURCE & 1:
+        return int((proc / "sys/fs/nr_open").read_text())
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 

@@ -70,7 +70,10 @@ def _translate(error: WireError, op: str, sandbox_id: str | None) -> DsecError: 
         case "no_space":
             return NodeDiskFull(f"the node's disk has no room: {message}")
         case "limit":
-            return NodeFull(f"a limit of the node is reached: {message}", detail={"resource": "descriptors or pids"})
+            return NodeFull(
+                f"a limit of the node is reached: {message}",
+                detail={"resource": detail.get("resource", "descriptors or pids")},
+            )
         case "launch":
             return LaunchFailed(_with_errno(message, detail.get("errno")))
         case "deadline":

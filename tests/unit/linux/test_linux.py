@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,12 @@ def test_the_doctor_says_what_to_do(tmp_path: Path) -> None:
     enough = {f.name: f for f in doctor.examine(tmp_path, fake_proc(tmp_path / "d", **raised))}
     assert (enough["processes"].level, enough["terminals"].level) == ("ok", "ok")
     assert all(f.advice for f in ill.values() if f.level != "ok")
+
+
+@pytest.mark.parametrize(("caps", "expected"), [("000001ffffffffff", 1_048_576), ("000001fffeffffff", None)])
+def test_who_may_raise_its_limit_has_all_the_kernel_gives(tmp_path: Path, caps: str, expected: int | None) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tx\nCapPrm:\t0\nCapEff:\t{caps}\nCapBnd:\t0\n")
+    (tmp_path / "sys/fs").mkdir(parents=True)
+    (tmp_path / "sys/fs/nr_open").write_text("1048576\n")
+    assert proc.descriptors_max(tmp_path) == (expected or resource.getrlimit(resource.RLIMIT_NOFILE)[1])

@@ -139,6 +139,7 @@ impl Server {
         self.reap(index, reap);
         fail::pass("run.reaped");
         self.let_tree_go(index);
+        self.count_descriptors(index);
         if let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) {
             self.pump(index);
             self.run_ended(sandbox);
@@ -246,8 +247,11 @@ impl Server {
         let Some(s) = self.sandboxes.get_mut(&run.sandbox) else {
             return false;
         };
+        // Killed by an earlier runtime, perhaps; the leaf itself knows of our own kills.
+        let killed = matches!(run.meta.marked, Some((_, 0)));
         // A memory group of its own is what makes it worth keeping; only then is there a peak.
-        let wanted = used.memory_peak_bytes > 0
+        let wanted = !killed
+            && used.memory_peak_bytes > 0
             && s.phase == Phase::Running
             && s.free_leaves.len() < MAX_FREE_LEAVES;
         if !wanted || !leaf.renew(&used) {

@@ -9,6 +9,7 @@ mod ops;
 mod pool;
 mod recover;
 mod results;
+mod room;
 mod run;
 mod sandbox;
 mod start;
@@ -44,8 +45,6 @@ const LAUNCHERS: usize = 2;
 const EVENTS: usize = 256;
 /// After a failed accept (descriptors ran out) the listening socket rests this long.
 const ACCEPT_REST_NS: u64 = 100_000_000;
-/// Descriptors kept free for clients, cgroup files and the like.
-const FD_RESERVE: u64 = 512;
 /// Like the keeper's, but the keeper is to survive it.
 const OOM_SCORE_ADJ: i32 = -900;
 
@@ -141,6 +140,8 @@ struct Server {
     next_uid_base: u32,
     runs: HashMap<u64, Run>,
     run_ids: HashMap<(String, String), u64>,
+    /// Held by all runs together.
+    descriptors: u64,
     /// Launched once, lost with the keeper.
     unknown: HashSet<(String, String)>,
     timers: BTreeMap<(u64, u64), Timer>,
@@ -193,6 +194,7 @@ pub fn run(options: Options) -> io::Result<()> {
         next_uid_base: sandbox::UID_FIRST,
         runs: HashMap::new(),
         run_ids: HashMap::new(),
+        descriptors: 0,
         unknown: HashSet::new(),
         timers: BTreeMap::new(),
         deadlines: HashMap::new(),

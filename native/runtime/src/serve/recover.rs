@@ -217,6 +217,7 @@ impl Server {
             emptied: None,
             failure: None,
             kept_others,
+            counted: 0,
             meta,
         };
         self.add_run(run, held.ending);
@@ -235,6 +236,7 @@ impl Server {
         let (launched, done, hold) = (run.pid.is_some(), run.done(), run.hold);
         let marked = run.meta.marked.is_some();
         self.runs.insert(index, run);
+        self.count_descriptors(index);
         if !launched && !done {
             // Something was to be noted before it was cloned. With a kill among it, asked for and promised,
             // it must not be sent again.

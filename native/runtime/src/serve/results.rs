@@ -139,6 +139,7 @@ impl Server {
 
     /// A forgotten run stays for as long as something of it holds a pipe.
     pub(super) fn forget_if_over(&mut self, index: u64) {
+        self.count_descriptors(index);
         let gone = self
             .runs
             .get(&index)
@@ -161,6 +162,7 @@ impl Server {
         let Some(run) = self.runs.remove(&index) else {
             return;
         };
+        self.uncount_descriptors(&run);
         let key = run.key();
         if !run.meta.forgotten {
             self.run_ids

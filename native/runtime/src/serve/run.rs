@@ -149,6 +149,8 @@ pub struct Run {
     pub failure: Option<LaunchError>,
     /// Descriptors of this run the keeper holds, beside those of the streams.
     pub kept_others: u64,
+    /// What it was last counted with among the descriptors of its sandbox.
+    pub counted: u64,
 }
 
 impl Run {

@@ -74,6 +74,8 @@ pub struct Sandbox {
     pub free_leaves: Vec<FreeLeaf>,
     /// Number of the last one that was made.
     pub last_leaf: u64,
+    /// Held by its runs.
+    pub descriptors: u64,
     waiters: Vec<(u64, Id)>,
     stoppers: Vec<(u64, Id)>,
     exit: Exit,
@@ -100,6 +102,7 @@ impl Sandbox {
             runs: BTreeMap::new(),
             free_leaves: Vec::new(),
             last_leaf: 0,
+            descriptors: 0,
             waiters: Vec::new(),
             stoppers: Vec::new(),
             exit,

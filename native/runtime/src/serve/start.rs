@@ -19,17 +19,13 @@ use super::link::Link;
 use super::results::gone;
 use super::run::{self, Feed, FreeLeaf, Meta, Reader, Run, Stream};
 use super::sandbox::Phase;
-use super::{Server, Timer, Token, FD_RESERVE};
+use super::{Server, Timer, Token};
 use crate::backend::{Leaf, Place};
 use crate::kproto::Put;
 use crate::proto::{self, Follow, Id, Nothing};
 use crate::record::Records;
 use crate::{fail, info, util};
 
-/// Runs of one sandbox, ended ones that are kept included.
-const MAX_RUNS: usize = 4096;
-/// Descriptors a run may need here, beside those in the keeper.
-const FDS_PER_RUN: u64 = 8;
 /// How long a killed process may take to go.
 const UNDO_WAIT: Timespec = Timespec {
     tv_sec: 5,
@@ -90,6 +86,7 @@ impl Server {
             s.runs.insert(name.1, index);
         }
         self.runs.insert(index, run);
+        self.count_descriptors(index);
         self.arm_timeout(index);
         self.follow(index, client, id, &follow);
         self.launch(index, plan, (stdio, copies), place, init, leaf);
@@ -107,28 +104,6 @@ impl Server {
         }
         s.last_leaf += 1;
         TakenLeaf::New(s.last_leaf.to_string())
-    }
-
-    fn check_room(&mut self, sandbox: u64) -> Result<(), LaunchError> {
-        self.drop_old_results(sandbox);
-        let limit = |message: &str, limit: u64| {
-            LaunchError::new(Code::Limit, message)
-                .with("limit", i64::try_from(limit).unwrap_or(i64::MAX))
-        };
-        let here = self.sandboxes.get(&sandbox).map_or(0, |s| s.runs.len());
-        if here >= MAX_RUNS {
-            return Err(limit(
-                "too many runs in this sandbox; forget some",
-                MAX_RUNS as u64,
-            ));
-        }
-        let own = (self.runs.len() as u64 + 1) * FDS_PER_RUN
-            + self.sandboxes.len() as u64
-            + self.clients.len() as u64;
-        if own.max(self.link.held()) + FD_RESERVE > self.nofile {
-            return Err(limit("no descriptors left for another run", self.nofile));
-        }
-        Ok(())
     }
 
     fn new_run(
@@ -183,6 +158,7 @@ impl Server {
             hold: false,
             emptied: None,
             failure: None,
+            counted: 0,
         }
     }
 
