@@ -230,6 +230,8 @@ class Transport:
     def unreachable(self, why: str) -> NodeUnreachable:
         """The error for this server."""
         hint = "is it running? `dsec up` starts it" if self.target.scheme == "unix" else "check the URL and the node"
+        if self.target.scheme == "http" and "unanswered" in why:
+            hint = "a server that wants TLS does so: is it https://?"
         return NodeUnreachable(f"no answer from {self.target.url}: {why}; {hint}", detail={"url": self.target.url})
 
     def close(self) -> None:
