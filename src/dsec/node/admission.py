@@ -140,7 +140,7 @@ class Admission:
             # A grant is counted at once under a placeholder, so nothing can slip in between the grant and this task.
             await waiter.granted
             self._rename(waiter, sandbox_id)
-        except BaseException:
+        except BaseException:  # refused or cancelled: its place and what it was granted are free again
             if waiter in self._queue:
                 self._queue.remove(waiter)
             self.release(_placeholder(waiter))

@@ -48,6 +48,9 @@ def up_options(parser: argparse.ArgumentParser) -> None:
     import argparse
 
     _directories(parser)
+    parser.add_argument(
+        "--cgroup", metavar="NAME", help="(default: DSEC_CGROUP, else a name of the run directory's own)"
+    )
     parser.add_argument("--foreground", action="store_true", help="stay in this terminal (for a service manager)")
     parser.add_argument("--timeout-s", type=float, default=UP_TIMEOUT_S, metavar="S", help="(default: %(default)s)")
     parser.add_argument(
@@ -72,6 +75,7 @@ def up_command(args: argparse.Namespace) -> int:
             )
         return 1 if extra else 0
     line = [sys.executable, "-m", "dsec.node", "--run-dir", str(run_dir), "--state-dir", str(state_dir), *extra]
+    line += ["--cgroup", args.cgroup] if args.cgroup else []
     if args.foreground:
         os.execv(sys.executable, line)
     process, log, start = _start(line, state_dir)

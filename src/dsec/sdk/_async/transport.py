@@ -194,7 +194,7 @@ class AsyncTransport:
         try:
             if answer.head.status >= 300:
                 await self._raise_error(answer)
-        except BaseException:
+        except BaseException:  # also cancelled: a connection with half an answer on it is not used again
             answer.close()
             raise
         return answer
@@ -254,7 +254,7 @@ class AsyncTransport:
             except TimeoutError as error:
                 answer.close()
                 raise self.unreachable("it does not read what is sent") from error
-            except BaseException:
+            except BaseException:  # also cancelled: a connection with half an answer on it is not used again
                 answer.close()
                 raise
 

@@ -196,7 +196,7 @@ class Transport:
         try:
             if answer.head.status >= 300:
                 self._raise_error(answer)
-        except BaseException:
+        except BaseException:  # also cancelled: a connection with half an answer on it is not used again
             answer.close()
             raise
         return answer
@@ -256,7 +256,7 @@ class Transport:
             except TimeoutError as error:
                 answer.close()
                 raise self.unreachable("it does not read what is sent") from error
-            except BaseException:
+            except BaseException:  # also cancelled: a connection with half an answer on it is not used again
                 answer.close()
                 raise
 
