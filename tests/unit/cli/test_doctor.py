@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
 
 from dsec.cli.commands import doctor
 from dsec.cli.commands.doctor import Finding, Report
+from dsec.linux import proc
 from dsec.model.errors import NodeUnreachable
 from dsec.model.states import Capabilities, Capability, NodeInfo
 
@@ -40,7 +42,9 @@ def test_no_node_is_a_problem_only_where_there_should_be_one(tmp_path: Path, mon
     error = NodeUnreachable("no answer")
     assert doctor._unreachable(argparse.Namespace(url=None), error).level == "warning"
     assert doctor._unreachable(argparse.Namespace(url="http://x:1"), error).level == "problem"
-    (tmp_path / "keeper.pid").touch()
+    (tmp_path / "keeper.pid").write_text("1\n1\nabc\n")  # of a keeper that has ended
+    assert doctor._unreachable(argparse.Namespace(url=None), error).level == "warning"
+    (tmp_path / "keeper.pid").write_text(f"{os.getpid()}\n{proc.start_time(os.getpid())}\nabc\n")
     assert doctor._unreachable(argparse.Namespace(url=None), error).level == "problem"
 
 

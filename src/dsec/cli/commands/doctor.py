@@ -93,8 +93,10 @@ def _unreachable(args: argparse.Namespace, error: NodeUnreachable) -> Finding:
     """No node is what a machine has before `dsec up`; one that was asked for, or has died, is missing."""
     if args.url or os.environ.get("DSEC_URL"):
         return Finding("node", "problem", str(error), "start it there (`dsec up`), or correct --url or DSEC_URL")
+    from dsec.backends.container.keeper import living_keeper
+
     run_dir = Path(os.environ.get("DSEC_RUN_DIR") or "/run/dsec")
-    if (run_dir / "keeper.pid").exists():
+    if living_keeper(run_dir) is not None:
         advice = "`dsec up` starts its agent again and finds its sandboxes; STATE_DIR/agent.log says how it ended"
         return Finding("node", "problem", f"its agent does not run ({run_dir}): {error}", advice)
     return Finding("node", "warning", str(error), "`dsec up` starts it; then this report has its backends, too")
