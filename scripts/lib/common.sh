@@ -10,18 +10,20 @@ die() { say "error: $*"; exit 1; }
 
 now_ms() { date +%s%3N; }
 
-# step NAME COMMAND...: runs it and says how long it took; its output is shown only when it fails.
+# step NAME COMMAND...: says its name, runs it, says how long it took; its output is shown only when it fails.
 step() {
   local name=$1 began log status=0
   shift
   began=$(now_ms)
   log=$(mktemp)
+  # Before it: some take minutes, and nobody should have to look for what hangs.
+  printf '  %-34s ' "$name" >&2
   # Not in a condition: there "set -e" would not hold inside the function.
   set +e
   (set -e; "$@") >"$log" 2>&1
   status=$?
   set -e
-  printf '  %-34s %7.1f s\n' "$name" "$(awk "BEGIN { print ($(now_ms) - $began) / 1000 }")" >&2
+  printf '%7.1f s\n' "$(awk "BEGIN { print ($(now_ms) - $began) / 1000 }")" >&2
   if [ "$status" -ne 0 ]; then
     say "--- $name failed with exit status $status; its last lines:"
     tail -n 40 "$log" >&2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.linux import cgroups, proc
-from dsec.model.errors import Conflict, InvalidSpec
+from dsec.model.errors import Conflict, InvalidSpec, Unsupported
 from dsec.node.claim import claim_cgroup
 from dsec.node.config import NodeConfig
 
@@ -75,3 +75,9 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path, mount: Path) -> None:
     for bad in ("../x", "a//b", "/a"):
         with pytest.raises(InvalidSpec):
             claim_cgroup(node(tmp_path / "a", bad), mount)
+
+
+def test_where_no_cgroup_can_be_made_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "dsec").touch()
+    with pytest.raises(Unsupported, match="could not be made"):
+        claim_cgroup(node(tmp_path / "a", "dsec"), tmp_path)

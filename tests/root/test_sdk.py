@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import dsec
+from dsec.backends.container.keeper import living_keeper
 from tests.kit.examples import examples
 from tests.kit.home import BASE, COMMAND, Home, standing
 
@@ -128,3 +130,54 @@ def test_doctor(home: Home) -> None:
     report = json.loads(home.dsec("doctor", "--json", code=None))
     assert report["backends"]["container"]["available"] is True
     assert {line["name"] for line in report["machine"]} >= {"privilege", "cgroups", "core_pattern"}
+
+
+def test_programs_directories_and_users_that_are_not_there(home: Home) -> None:
+    """One class for what the sandbox does not have, whoever took it away; it can be used afterwards."""
+    client = home.client()
+    with client.create(base=BASE, memory_mib=64) as sbx:
+        sbx.run("mkdir /work && cd /work && rm -rf /work", check=True)
+        for arguments, field, code in (
+            ({"command": ["nosuch"]}, "command", 127),
+            ({"command": ["/etc/passwd"]}, "command", 126),
+            ({"command": "true", "cwd": "/work"}, "cwd", 126),
+            ({"command": "true", "user": "bob"}, "user", 126),
+        ):
+            with pytest.raises(dsec.ProgramNotStarted) as caught:
+                sbx.run(**arguments)  # type: ignore[arg-type] # as in the table
+            assert (caught.value.detail["field"], caught.value.exit_code) == (field, code)
+        assert sbx.run("nosuch").exit_code == 127
+    for wrong in ({"cwd": "/nowhere"}, {"user": "bob"}):
+        with pytest.raises(dsec.InvalidSpec):
+            client.create(base=BASE, memory_mib=64, **wrong)  # type: ignore[arg-type] # as in the table
+    assert client.create(base=BASE, memory_mib=64, cwd="/tmp", user="nobody").stop().end_reason == "stopped"
+    assert list(client.list()) == []
+
+
+def test_a_run_that_outlives_its_sandbox_is_told_why(home: Home) -> None:
+    sbx = home.client().create(base=BASE, memory_mib=64, lifetime_s=1)
+    for _ in range(2):
+        with pytest.raises(dsec.SandboxLost) as caught:
+            sbx.run("sleep 60")
+        assert caught.value.end_reason == "lifetime"
+
+
+def test_another_node_is_refused_the_cgroup(home: Home, tmp_path: Path) -> None:
+    with home.client().create(base=BASE, memory_mib=64) as sbx:
+        other = Home(msgspec.structs.replace(home.place, run_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+        other.dsec("up", code=1)
+        log = (tmp_path / "state" / "agent.log").read_text()
+        assert f"is that of the node of {home.place.run_dir}" in log
+        assert sbx.run("true").ok
+
+
+def test_everything_can_be_stopped_when_the_agent_has_died(home: Home) -> None:
+    home.client().create(base=BASE, memory_mib=64)
+    pid = home.agent()
+    os.kill(pid, signal.SIGKILL)
+    while not _ended(pid):
+        time.sleep(0.02)
+    assert b"stopped 1 sandbox\n" in home.dsec("down", "--stop-all")
+    assert living_keeper(home.place.run_dir) is None
+    home.dsec("up")
+    assert list(home.client().list()) == []

@@ -88,6 +88,31 @@ def test_silenced_checks_say_why() -> None:
     assert bare == []
 
 
+def test_broad_handlers_say_why() -> None:
+    """A handler for everything is a task's edge or undoes and goes on; it says which, there or on its next line."""
+    broad = re.compile(r"\s*except(?: \(?(?:Base)?Exception\b.*)?:")
+    bare = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked("src/*.py", "bench/*.py", "tests/kit/*.py")
+        for lines in [path.read_text().splitlines()]
+        for number, line in enumerate(lines, 1)
+        if broad.match(line) and "  # " not in line and not lines[number].lstrip().startswith("# ")
+    ]
+    assert bare == []
+
+
+def test_allowed_lints_say_why() -> None:
+    allowed = re.compile(r"\s*#!?\[(?:allow|expect)\(")
+    bare = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked("native/*.rs")
+        for lines in [path.read_text().splitlines()]
+        for number, line in enumerate(lines, 1)
+        if allowed.match(line) and "// " not in line and not lines[number - 2].lstrip().startswith("//")
+    ]
+    assert bare == []
+
+
 def test_no_file_is_several_things() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in tracked("src/*.py", "native/*.rs")}
     assert {str(path): count for path, count in lengths.items() if count > FILE_MAX_LINES} == {}

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from dsec.model.errors import DsecError
 
 # Name: (module below dsec.cli.commands, function prefix, what it does).
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
@@ -20,7 +23,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
     "rm": ("sandboxes", "stop", ""),
-    "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job"),
+    "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job (`dsec ps --job NAME` lists them)"),
     "layer": ("layers", "layer", "import, list and remove layers"),
     "doctor": ("doctor", "doctor", "what this machine can do and what to mend"),
     "bench": ("bench", "bench", "measure this machine (from a checkout)"),
@@ -75,8 +78,10 @@ def _guarded(name: str, args: list[str]) -> int:
         return EXIT_PIPE
 
 
-def _explain(error: BaseException) -> str:
-    lines = [f"dsec: {error}", *(f"dsec: {line}" for line in getattr(error, "__notes__", ()))]
+def _explain(error: DsecError) -> str:
+    from dsec.cli.words import said
+
+    lines = [f"dsec: {said(error)}", *(f"dsec: {line}" for line in getattr(error, "__notes__", ()))]
     request = getattr(error, "request_id", None)
     if request and getattr(error, "code", "") in ("internal", "unavailable", "launch_failed"):
         lines.append(f"dsec: request {request}: the node's log has more")

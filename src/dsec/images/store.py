@@ -219,7 +219,7 @@ class LayerStore:
     def _from_dir(self, rest: str, job: _Job) -> _Made:
         path = Path(rest)
         if not path.is_absolute() or not path.is_dir():
-            raise InvalidSpec.field("source", f"dir:{rest}", "an absolute path of a directory")
+            raise InvalidSpec.field("source", f"dir:{rest}", "an absolute path of a directory that is there")
         if path.resolve() in (self._dir.resolve(), *self._dir.resolve().parents):
             raise InvalidSpec.field("source", f"dir:{rest}", "a directory that does not hold the layer store")
         image, report = job.build(f"dir:{rest}", directory=str(path.resolve()))
@@ -228,7 +228,7 @@ class LayerStore:
     def _from_tar(self, rest: str, job: _Job) -> _Made:
         path = Path(rest)
         if not path.is_absolute() or not path.is_file():
-            raise InvalidSpec.field("source", f"tar:{rest}", "an absolute path of a tar archive")
+            raise InvalidSpec.field("source", f"tar:{rest}", "an absolute path of a tar archive that is there")
         with path.open("rb") as archive:
             image, report = job.build(f"tar:{rest}", archive_fd=archive.fileno())
         return _Made(image, report, Config(), None)

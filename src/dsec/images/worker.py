@@ -82,7 +82,7 @@ def _make(order: Order, admission: Admission) -> None:
         except BrokenPipeError:  # it ended early; what it said follows
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-        except BaseException:
+        except BaseException:  # mkfs.erofs must not outlive us; it goes on
             process.kill()
             # What is buffered for it can go nowhere; left to Popen, that would hide the error which ended it.
             with contextlib.suppress(BrokenPipeError):

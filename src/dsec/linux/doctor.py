@@ -125,4 +125,6 @@ def _swap(root: Path) -> Finding:
     text = f"{found.swap_total / GIB:.1f} GiB, memory {found.total / GIB:.1f} GiB"
     if found.swap_total:
         return Finding("swap", "ok", text)
-    return Finding("swap", "warning", text, "without swap (zram will do) paused sandboxes keep their memory")
+    return Finding(
+        "swap", "warning", text, "without swap (zram will do) what idle sandboxes once touched stays in memory"
+    )

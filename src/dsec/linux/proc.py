@@ -96,6 +96,14 @@ def start_time(pid: int, proc: Path = PROC) -> int | None:
     return None if fields is None else int(fields[19])
 
 
+def command_line(pid: int, proc: Path = PROC) -> list[bytes]:
+    """The arguments a process was started with; none when it has ended."""
+    try:
+        return (proc / str(pid) / "cmdline").read_bytes().split(b"\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def _stat(pid: int, proc: Path) -> list[bytes] | None:
     """The fields of /proc/PID/stat from the third on."""
     try:

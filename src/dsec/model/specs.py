@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -149,17 +149,32 @@ def convert(fields: Mapping[str, Any], to: type[T]) -> T:
     try:
         return msgspec.convert(dict(fields), to, strict=True)
     except msgspec.ValidationError as error:
-        raise invalid(error) from error
+        raise invalid(error, to) from error
 
 
-def invalid(error: msgspec.ValidationError) -> InvalidSpec:
-    """An InvalidSpec for what msgspec found wrong: the field from its path, its own words as the message."""
+def invalid(error: msgspec.ValidationError, to: Any) -> InvalidSpec:
+    """An InvalidSpec for what msgspec found wrong: the field from its path, its own words and what could be meant."""
     text = str(error)
     _, marked, path = text.rpartition(" - at `$")
     field = path.rstrip("`").lstrip(".").partition("[")[0] if marked else ""
     if match := _UNKNOWN.search(text):
         field = match.group(1)
-    return InvalidSpec(f"{field}: {text}" if field else text, detail={"field": field or None})
+    hint = _meant(to, field, unknown=match is not None) if isinstance(to, type) else ""
+    return InvalidSpec(f"{field}: {text}{hint}" if field else text, detail={"field": field or None})
+
+
+def _meant(to: type, field: str, *, unknown: bool) -> str:
+    """What stands in a field of a struct, or which field looks like an unknown one."""
+    fields = getattr(to, "__struct_fields__", ())
+    if unknown:
+        from difflib import get_close_matches
+
+        near = get_close_matches(field, fields, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+    if field not in fields:
+        return ""
+    hint = get_type_hints(to)[field]
+    return f"; allowed: {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
 
 
 def os_bytes(field: str, text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from dsec.model.errors import DsecError
@@ -16,6 +17,7 @@ def main() -> int:
     except DsecError as error:
         print(f"dsec.node: {error}", file=sys.stderr)
         return 2
+    os.chdir("/")  # where it was started may have to be unmounted while it runs
     try:
         serve(config)
     except DsecError as error:

@@ -140,7 +140,7 @@ class Admission:
             # A grant is counted at once under a placeholder, so nothing can slip in between the grant and this task.
             await waiter.granted
             self._rename(waiter, sandbox_id)
-        except BaseException:
+        except BaseException:  # refused or cancelled: its place and what it was granted are free again
             if waiter in self._queue:
                 self._queue.remove(waiter)
             self.release(_placeholder(waiter))
@@ -181,7 +181,7 @@ class Admission:
     def _refuse_impossible(self, need: Need) -> None:
         for name, amount in need.items():
             if amount > self._room.total[name]:
-                raise _full(name, need, self._room.total)
+                raise _full(name, need, self._room.total, ever=False)
 
     def _lacking(self, need: Need) -> str:
         for name, amount in need.items():
@@ -198,12 +198,15 @@ def _placeholder(waiter: _Waiter) -> str:
     return f"waiting-{id(waiter)}"
 
 
-def _full(resource: str, need: Need, free: Mapping[str, float], waited_s: float = 0.0) -> NodeFull:
+def _full(
+    resource: str, need: Need, free: Mapping[str, float], waited_s: float = 0.0, *, ever: bool = True
+) -> NodeFull:
     asked = getattr(need, resource, None)
-    amounts = "" if asked is None else f": {asked:g} asked, {free.get(resource, 0.0):g} left"
+    amounts = "" if asked is None else f": {asked:,.0f} asked, {max(free.get(resource, 0.0), 0.0):,.0f} left"
     waited = f" after waiting {waited_s:g} s" if waited_s else ""
+    # More than all the node has: waiting would be in vain.
+    advice = "wait longer (wait_s), ask for less" if ever else "ask for less"
     return NodeFull(
-        f"this node has no room ({resource}{amounts}){waited}; "
-        "wait longer (wait_s), ask for less, or take another node",
+        f"this node has no room ({resource}{amounts}){waited}; {advice}, or take another node",
         detail={"resource": resource, "asked": asked, "left": free.get(resource)},
     )

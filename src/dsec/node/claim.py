@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsec.linux import cgroups
-from dsec.model.errors import Conflict, InvalidSpec
+from dsec.model.errors import Conflict, InvalidSpec, Unsupported
 from dsec.node.config import NodeConfig
 
 
@@ -49,12 +49,15 @@ def claim_cgroup(config: NodeConfig, mount: Path | None) -> None:
     if any(part in ("", ".", "..") for part in config.cgroup.split("/")):
         raise InvalidSpec.field("--cgroup", config.cgroup, "a path below the root of each hierarchy: dsec, or a/b")
     at = mount / config.cgroup
-    at.mkdir(parents=True, exist_ok=True)
-    with cgroups.locked(at):  # of two nodes that come at once one sees the other's name
-        owner = cgroups.owner(at)
-        if owner not in (None, str(config.run_dir)):
-            _check_left(config.cgroup, at, Path(owner))
-        cgroups.set_owner(at, str(config.run_dir))
+    try:
+        at.mkdir(parents=True, exist_ok=True)
+        with cgroups.locked(at):  # of two nodes that come at once one sees the other's name
+            owner = cgroups.owner(at)
+            if owner not in (None, str(config.run_dir)):
+                _check_left(config.cgroup, at, Path(owner))
+            cgroups.set_owner(at, str(config.run_dir))
+    except OSError as error:  # not root, or a file system that is mounted read-only
+        raise Unsupported.lacks("a node", "cgroups", f"{at} could not be made or marked as ours: {error}") from error
 
 
 def _check_left(name: str, at: Path, owner: Path) -> None:

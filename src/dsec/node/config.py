@@ -16,6 +16,7 @@ from typing import Final
 from dsec.model import ids
 from dsec.model.errors import InvalidSpec
 from dsec.node.admission import RESOURCES
+from dsec.node.capacity import OVERCOMMIT
 
 RUN_DIR: Final = Path("/run/dsec")
 STATE_DIR: Final = Path("/var/lib/dsec")
@@ -62,6 +63,9 @@ class NodeConfig:
                 raise InvalidSpec.field("--backend", name, ", ".join(BACKENDS))
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidSpec.field("--tls-cert", self.tls_cert, "both --tls-cert and --tls-key, or neither")
+        for name, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
+            if path is not None and not path.is_file():
+                raise InvalidSpec(f"{name}: no such file: {path}", detail={"field": name})
         if self.listen is not None and self.tls_cert is None and not is_loopback(self.listen[0]):
             raise InvalidSpec.field(
                 "--listen", self.listen[0], "a loopback address, unless --tls-cert and --tls-key are given"
@@ -130,7 +134,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", type=_address, metavar="HOST:PORT", help="also listen on TCP")
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
-    parser.add_argument("--overcommit", type=_factor, action="append", default=[], metavar="RESOURCE=FACTOR")
+    parser.add_argument(
+        "--overcommit",
+        type=_factor,
+        action="append",
+        default=[],
+        metavar="RESOURCE=FACTOR",
+        help=f"how many times what the machine has may be promised: {', '.join(RESOURCES)} (repeatable; default: "
+        f"{', '.join(f'{name}={factor:g}' for name, factor in OVERCOMMIT.items())}); 1: never more than there is",
+    )
     parser.add_argument("--log-level", default=env("DSEC_LOG") or "INFO")
 
 

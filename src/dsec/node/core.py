@@ -102,7 +102,7 @@ class Core:
             sql = f"{SELECT} WHERE name = ? AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1"
             rows = self.store.read(sql, (ref,))
         if not rows:
-            raise NotFound(f"no sandbox {ref!r} on node {self.node}; list them with GET /v1/sandboxes")
+            raise NotFound(f"no sandbox {ref!r} on node {self.node}, alive or ended not long ago")
         return read_row(rows[0]).info
 
     def shown(self, box: Box) -> SandboxInfo:

@@ -110,7 +110,7 @@ class Creation:
             answer = self._cut_short()
         except DsecError as error:
             answer = error
-        except Exception as error:
+        except Exception as error:  # the edge of this creation's task: a fault of ours
             log.exception("a creation failed in the node")
             answer = DsecError(f"the node failed: {type(error).__name__}; see its log")
         del self._core.calls[NODE_SCOPE, key], self._flying[key]
@@ -191,7 +191,7 @@ class Creation:
             await core.store.commit(box.row(), begin, durable=False)
             failpoint.at("create.begun")
             await self._start(box, start, key)
-        except BaseException as error:
+        except BaseException as error:  # also cancelled: what was made is undone, and it goes on
             await asyncio.shield(asyncio.ensure_future(self._undo(box, key, error)))
             raise
         return self._ready(box)
@@ -329,7 +329,7 @@ class Creation:
             answers = await self._undo_all(made, keys, self._cut_short())
         except DsecError as error:
             answers = await self._undo_all(made, keys, error)
-        except Exception as error:
+        except Exception as error:  # the edge of this batch's task: a fault of ours
             log.exception("a batch failed in the node")
             answers = await self._undo_all(
                 made, keys, DsecError(f"the node failed: {type(error).__name__}; see its log")

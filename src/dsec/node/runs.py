@@ -162,7 +162,7 @@ class Runs:
             answer = Unavailable("the node is shutting down; repeat the call with the same key", sandbox_id=box.id)
         except DsecError as error:
             answer = error
-        except Exception as error:
+        except Exception as error:  # the edge of this run's task: a fault of ours
             log.exception("a run failed in the node")
             answer = DsecError(f"the node failed: {type(error).__name__}; see its log", sandbox_id=box.id)
         del box.flights[key]

@@ -350,7 +350,7 @@ def write_whole(path: Path, content: bytes) -> None:
         while view:
             view = view[os.write(fd, view) :]
         os.fdatasync(fd)
-    except BaseException:
+    except BaseException:  # half of it may be written; it goes on
         temporary.unlink(missing_ok=True)
         raise
     finally:

@@ -364,7 +364,7 @@ class RuntimeClient:
             self._pending[hello.id] = hello
             link.send(hello.request())
             self._greeted(link, await hello.future)
-        except BaseException:
+        except BaseException:  # also cancelled: no link is kept on which nobody was greeted
             self._pending.pop(hello.id, None)
             self._link = None
             link.close()

@@ -160,7 +160,7 @@ def _restore(saved: Snapshot, work: Path, payload: Path | None) -> Guest:
     try:
         guest.machine.load(saved.state)
         guest.channel.wake(RESTORE_TIMEOUT_S)
-    except BaseException:
+    except BaseException:  # also interrupted: no emulator stays behind
         guest.stop()
         raise
     return guest
@@ -171,7 +171,7 @@ def _start(argv: list[str], work: Path) -> Guest:
     machine = qemu.Qemu(argv, work)
     try:
         return Guest(machine, work, started)
-    except BaseException:
+    except BaseException:  # also interrupted: no emulator stays behind
         machine.stop()
         raise
 

@@ -129,7 +129,7 @@ class Qemu:
         (work / "pid").write_text(f"{self.process.pid}\n")
         try:
             self.qmp = Qmp(self._connected("qmp.sock"))
-        except BaseException:
+        except BaseException:  # also interrupted: no emulator stays behind
             self.stop()
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import dsec as dsec_package
+from dsec.cli.commands.programs import advise
 from dsec.cli.main import COMMANDS, main
+from dsec.cli.words import PHRASES, in_our_words
 from tests.kit.scripted import Request, Script, Server, Wire
 
 ID = "sbx-n1-aaaaaaaaaaaaa"
@@ -99,6 +103,102 @@ def test_a_program_that_was_not_started_has_the_exit_code_of_a_shell(
     serve(program({"error": {"code": "program_not_started", "message": "words", "detail": detail, "retry": "never"}}))
     assert main(["exec", ID, "nosuch", "prog"]) == code
     assert capsys.readouterr().err == "dsec: words\n"
+
+
+def test_errors_are_in_the_words_of_the_command(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {
+        "memory_mib=0 is not allowed; allowed: 16 to 9": (
+            "memory_mib",
+            "--memory-mib=0 is not allowed; allowed: 16 to 9",
+        ),
+        "a sandbox named 'a' exists: x; use if_exists='get' or another name": ("name", "`dsec exec` runs in it"),
+        "no sandbox 'wrok' on node n, alive or ended not long ago": (None, "`dsec ps -a`"),
+        "this node has no room (pids: 2 asked, 1 left); wait longer (wait_s)": (None, "--wait-s"),
+    }
+    for message, (field, expected) in said.items():
+        assert expected in in_our_words(message, field)
+    assert main(["run", "--env", "FOO", "true"]) == 125
+    assert capsys.readouterr().err.startswith("dsec: --env='FOO' is not allowed; allowed: KEY=VALUE")
+    assert main(["run", "-d", "true"]) == 125
+    assert "=" not in capsys.readouterr().err
+
+
+def test_the_phrases_that_are_translated_are_said_somewhere() -> None:
+    root = Path(dsec_package.__file__).parent
+    sources = "".join(path.read_text() for part in ("node", "sdk") for path in (root / part).rglob("*.py"))
+    for theirs, _ in PHRASES:
+        assert theirs in sources
+
+
+def test_notes_for_what_is_easily_meant_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    advise(["true", "--memory-mib", "64"], terminal=False)
+    assert "--memory-mib stands after the command" in capsys.readouterr().err
+    advise(["python3"], terminal=True)
+    assert "no interactive shell yet" in capsys.readouterr().err
+    advise(["--", "tool", "--timeout-s", "3"], terminal=True)
+    advise(["python3", "-c", "1"], terminal=True)
+    advise(["bash"], terminal=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_ps_is_newest_first_and_says_how_they_ended(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {**INFO, "id": "sbx-n1-bbbbbbbbbbbbb", "created_at": 100.0, "name": "old"}
+    new = {**INFO, "created_at": 200.0, "ended_at": 260.0, "state": "stopped", "end_reason": "idle", "name": "new"}
+    serve(lambda request, wire: wire.answer({"items": [old, new]}))
+    assert main(["ps", "-a"]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.endswith("ENDED")
+    assert "new" in first and "stopped (idle)" in first and " 1m " in first and first.endswith("ago")
+    assert "old" in second
+
+
+def test_stopping_what_has_ended_says_so(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    server = serve(lambda request, wire: wire.answer({**INFO, "state": "stopped", "end_reason": "lifetime"}))
+    assert main(["rm", ID]) == 0
+    got = capsys.readouterr()
+    assert (got.out, got.err) == ("", f"dsec: {ID} has ended already (lifetime)\n")
+    assert all(request.method == "GET" for request in server.requests)
+
+
+def test_inspect_shows_the_limits_in_effect_and_readable_times(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(lambda request, wire: wire.answer({"items": []} if request.path.endswith("/processes") else INFO))
+    assert main(["inspect", ID]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["limits"]["memory_mib"] == 512 and about["limits"]["idle_timeout_s"] == 3600
+    assert about["times"] == {"created_at": "1970-01-01T00:00:01+00:00"}
+
+
+def test_a_layer_is_removed_by_the_digits_that_are_shown(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [{"digest": "sha256:" + letter * 64, "names": []} for letter in "ab"]
+
+    def script(request: Request, wire: Wire) -> None:
+        if request.path == "/v1/layers":
+            wire.answer({"items": layers})
+        else:
+            wire.answer({} if request.method == "DELETE" else layers[0])
+
+    server = serve(script)
+    assert main(["layer", "rm", "sha256:aaaaaaaaaaaa"]) == 0
+    [gone] = [request.path for request in server.requests if request.method == "DELETE"]
+    assert "a" * 64 in gone
+    assert main(["layer", "rm", "sha256:cccccccccccc"]) == 1
+    assert "0 layers" in capsys.readouterr().err
+
+
+def test_up_says_that_options_are_not_applied_to_a_running_agent(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with (tmp_path / "agent.pid").open("w") as held:
+        held.write("4711\n")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        where = ["--run-dir", str(tmp_path), "--state-dir", str(tmp_path)]
+        assert main(["up", *where]) == 0
+        assert main(["up", *where, "--", "--listen", "127.0.0.1:1"]) == 1
+    assert "not applied: --listen 127.0.0.1:1" in capsys.readouterr().err
+    assert main(["down", *where, "--stop-all"]) == 0  # nothing lives there
 
 
 def test_ps_escapes_and_filters(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

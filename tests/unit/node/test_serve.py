@@ -28,6 +28,7 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
         ["--listen", "localhost:7700"],
         ["--listen", "[::]:7700"],
         ["--tls-cert", "/x"],
+        ["--tls-cert", "/no/such/file", "--tls-key", "/no/such/file"],
         ["--node", "No_Good"],
         ["--overcommit", "gold=2"],
         ["--overcommit", "memory_mib=0"],

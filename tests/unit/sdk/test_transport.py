@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 
@@ -42,6 +43,26 @@ def test_no_server_fails_at_once_and_says_what_to_do(kit: Kit, tmp_path: object)
     with pytest.raises(dsec.NodeUnreachable, match=r"dsec up") as caught:
         kit.run(get_in_loop(client))
     assert isinstance(caught.value, ConnectionError)
+
+
+def test_plain_http_to_a_server_that_wants_tls_is_told_so(kit: Kit) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    with listening.accept()[0] as conn:
+                        conn.recv(65_536)  # else the close would be a reset
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        client = kit.client(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(dsec.NodeUnreachable, match="https://"):
+            kit.run(get_in_loop(client))
+        listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        thread.join()
 
 
 async def get_in_loop(client: object) -> object:

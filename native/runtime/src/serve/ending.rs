@@ -129,8 +129,8 @@ impl Server {
         if disk_full {
             outcome.limits_hit.push("disk".to_owned());
         }
-        // A cgroup that was killed once is dead for good: the kernel counts its kills, takes the clone's count
-        // from the parent's group, and kills what is cloned into a group whose count differs (6.18).
+        // Measured with 6.18: after one write to cgroup.kill everything that is ever cloned into that group dies of
+        // signal 9 (what joins it lives): its count of kills is compared with that of the parent's group.
         let killed = run.meta.marked.is_some_and(|(_, signal)| signal == 0);
         run.spent = used.filter(|_| left == Some(0) && !killed);
         run.meta.outcome = Some(outcome);

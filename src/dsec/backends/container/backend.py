@@ -101,7 +101,7 @@ class ContainerBackend:
             failpoint.at("container.start.created")
         except Conflict:
             raise  # another one has this id, and whoever holds it waits for its end
-        except BaseException as error:
+        except BaseException as error:  # also cancelled: nothing of the start stays, and it goes on
             self._endings.unwatch(plan.id)
             if _may_exist(error):
                 await self._undo(plan.id, creating)

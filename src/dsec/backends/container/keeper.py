@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,12 @@ def living_keeper(run_dir: Path) -> Keeper | None:
     except (OSError, ValueError):
         return None
     return keeper if proc.start_time(keeper.pid) == keeper.start_time else None
+
+
+def started_with(keeper: Keeper) -> dict[str, str]:
+    """The options a keeper was started with: where its node's state lies and what its cgroup is called."""
+    words = [os.fsdecode(word) for word in proc.command_line(keeper.pid)]
+    return {name: value for name, value in pairwise(words) if name.startswith("--")}
 
 
 async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:

@@ -12,12 +12,25 @@ import msgspec
 from dsec.cli.commands.common import client
 from dsec.cli.terminal import safe, show_json
 from dsec.model.errors import DsecError, NodeUnreachable
-from dsec.model.states import Capabilities
+from dsec.model.states import Capabilities, NodeInfo
 
 if TYPE_CHECKING:
     import argparse
 
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
+
+
+# What to do about a feature that a backend is missing.
+ADVICE = {
+    "network": "nothing to mend: sandboxes have loopback only for now",
+    "layers": "a kernel with EROFS (modprobe erofs)",
+    "overlay": "a kernel with overlayfs (modprobe overlay)",
+    "idmap": "a kernel with idmapped mounts of EROFS (6.1 or newer)",
+    "disk_limit": "apt-get install btrfs-progs e2fsprogs, and a kernel with btrfs, ext4 or loop devices",
+    "memory_limit": "enable the memory controller of cgroups",
+    "cpu_limit": "enable the cpu controller of cgroups",
+    "pids_limit": "enable the pids controller of cgroups",
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -51,7 +64,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     else:
         print(render(report))
     lines = [*report.machine, report.node]
-    return 1 if any(line.level == "problem" for line in lines) else 0
+    broken = any(not backend.available for backend in report.backends.values())
+    return 1 if broken or any(line.level == "problem" for line in lines) else 0
 
 
 def examine(args: argparse.Namespace) -> Report:
@@ -66,12 +80,36 @@ def examine(args: argparse.Namespace) -> Report:
         made = client(args)
         info = made.node()
         backends = made.capabilities()
-        node = Finding("node", "ok", f"{info.node} at {made.url}, version {info.version}, {info.sandboxes} sandboxes")
+        text = f"{info.node} at {made.url}, version {info.version}, {info.sandboxes} sandboxes"
+        node = Finding("node", "ok", f"{text}; {_room(info)}")
     except NodeUnreachable as error:
-        node = Finding("node", "warning", str(error), "`dsec up` starts it; then this report has its backends, too")
+        node = _unreachable(args, error)
     except DsecError as error:
         node = Finding("node", "problem", str(error), "check DSEC_URL and DSEC_API_KEY")
     return Report(machine=(_extra(), *machine), node=node, backends=backends)
+
+
+def _unreachable(args: argparse.Namespace, error: NodeUnreachable) -> Finding:
+    """No node is what a machine has before `dsec up`; one that was asked for, or has died, is missing."""
+    if args.url or os.environ.get("DSEC_URL"):
+        return Finding("node", "problem", str(error), "start it there (`dsec up`), or correct --url or DSEC_URL")
+    from dsec.backends.container.keeper import living_keeper
+
+    run_dir = Path(os.environ.get("DSEC_RUN_DIR") or "/run/dsec")
+    if living_keeper(run_dir) is not None:
+        advice = "`dsec up` starts its agent again and finds its sandboxes; STATE_DIR/agent.log says how it ended"
+        return Finding("node", "problem", f"its agent does not run ({run_dir}): {error}", advice)
+    return Finding("node", "warning", str(error), "`dsec up` starts it; then this report has its backends, too")
+
+
+def _room(info: NodeInfo) -> str:
+    """What is promised of what may be promised: the machine's memory and disk times the factor of overcommitment."""
+    parts = []
+    for name in ("memory_mib", "disk_mib"):
+        one = info.capacity.get(name)
+        if isinstance(one, dict):
+            parts.append(f"{name} {one.get('promised', 0):,.0f} of {one.get('total', 0):,.0f} promised")
+    return ", ".join(parts) or "no room reported"
 
 
 def _extra() -> Finding:
@@ -98,6 +136,8 @@ def render(report: Report) -> str:
             mark = "ok     " if one.available else "missing"
             why = one.mechanism if one.available else one.reason
             lines.append(f"{mark}  {safe(feature).ljust(features)}  {safe(why or '')}".rstrip())
+            if not one.available:
+                lines.append(f"{'':9}{'':{features}}  -> {ADVICE.get(feature, 'see the reason')}")
     return "\n".join(lines)
 
 

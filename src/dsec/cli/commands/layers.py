@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dsec.cli.commands.common import client, pairs
 from dsec.cli.terminal import age, note, show_json, size, table
-from dsec.model.errors import DsecError
+from dsec.cli.words import said
+from dsec.model.errors import DsecError, InvalidSpec
 
 if TYPE_CHECKING:
     import argparse
+
+    from dsec.sdk._sync.client import Client
+
+# As many digits of a digest as `dsec layer ls` shows.
+DIGEST_SHOWN_CHARS: Final = len("sha256:") + 12
+DIGEST_CHARS: Final = len("sha256:") + 64
 
 _PATH_SCHEMES = ("dir:", "tar:")
 
@@ -19,10 +26,17 @@ _PATH_SCHEMES = ("dir:", "tar:")
 def layer_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec layer`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = actions.add_parser("import", help="make a layer of a directory, a tar or a Debian release")
+    add = actions.add_parser(
+        "import", help="make a layer of a directory, a tar or a Debian release; again to correct its role or settings"
+    )
     add.add_argument("source", help="dir:PATH, tar:PATH or debootstrap:bookworm")
     add.add_argument("name", help="name:tag, or name@version, which never moves")
-    add.add_argument("--role", choices=["base", "workspace", "toolkit"], default="base")
+    add.add_argument(
+        "--role",
+        choices=["base", "workspace", "toolkit"],
+        default="base",
+        help="where it may stand (default: %(default)s, anywhere)",
+    )
     add.add_argument("--env", action="append", metavar="KEY=VALUE", help="for programs in it (repeatable)")
     add.add_argument("--cwd", metavar="DIR", help="where programs in it start")
     add.add_argument("--user", help="who programs in it run as")
@@ -30,7 +44,7 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("ls", help="list layers")
     show.add_argument("--json", action="store_true", help="a JSON list")
     remove = actions.add_parser("rm", help="remove layers that no sandbox uses")
-    remove.add_argument("layer", nargs="+", help="name:tag, name@version or sha256:...")
+    remove.add_argument("layer", nargs="+", help="name:tag, name@version or sha256:..., as short as `ls` shows it")
 
 
 def layer_command(args: argparse.Namespace) -> int:
@@ -77,7 +91,7 @@ def _list(args: argparse.Namespace) -> int:
             size(layer.size_bytes),
             age(now - layer.created_at) if layer.created_at else "-",
             str(layer.in_use),
-            layer.digest[:19],
+            layer.digest[:DIGEST_SHOWN_CHARS],
         )
         for layer in layers
     ]
@@ -90,9 +104,29 @@ def _remove(args: argparse.Namespace) -> int:
     failed = 0
     for ref in args.layer:
         try:
-            made.layers.remove(ref)
-            print(ref)
+            print(_remove_one(made, ref))
         except DsecError as error:
-            note(f"dsec: {ref}: {error}")
+            note(f"dsec: {ref}: {said(error)}")
             failed += 1
     return 1 if failed else 0
+
+
+def _remove_one(made: Client, ref: str) -> str:
+    """Removes a layer or one of its names; what was done."""
+    full = _whole(made, ref)
+    digest = made.layers.get(full).digest
+    made.layers.remove(full)
+    others = [name for layer in made.layers.list() if layer.digest == digest for name in layer.names]
+    return f"{ref} (only the name: the layer is {' '.join(others)}, too)" if others else ref
+
+
+def _whole(made: Client, ref: str) -> str:
+    """The whole digest for its beginning."""
+    if not ref.startswith("sha256:") or not DIGEST_SHOWN_CHARS <= len(ref) < DIGEST_CHARS:
+        return ref
+    found = sorted({layer.digest for layer in made.layers.list() if layer.digest.startswith(ref)})
+    if len(found) != 1:
+        raise InvalidSpec(
+            f"{len(found)} layers have a digest that begins with {ref}: `dsec layer ls --json` has all of it"
+        )
+    return found[0]

@@ -44,8 +44,8 @@ def _program_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def run_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec run`."""
-    parser.add_argument("--backend", default="container", help="container, microvm, vm or fncall")
-    parser.add_argument("--image", help="an image to import if missing (docker://...)")
+    parser.add_argument("--backend", default="container", help="container; not yet: microvm, vm, fncall")
+    parser.add_argument("--image", help="not yet: an image to import (docker://...)")
     parser.add_argument("--base", help="a base layer (default: debian:12)")
     parser.add_argument("--workspace", metavar="LAYER", help="a workspace layer")
     parser.add_argument("--toolkit", action="append", default=[], metavar="LAYER", help="a toolkit layer (repeatable)")
@@ -56,7 +56,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--idle-timeout-s", type=float, default=limits.IDLE_TIMEOUT_DEFAULT_S, metavar="S")
     parser.add_argument("--lifetime-s", type=float, default=limits.LIFETIME_DEFAULT_S, metavar="S")
     parser.add_argument("--wait-s", type=float, default=0.0, metavar="S", help="how long to wait for room")
-    parser.add_argument("--network", action="append", metavar="NAME=on|off", help="a mirror (repeatable)")
+    parser.add_argument("--network", action="append", metavar="NAME=on|off", help="a mirror (repeatable); on: not yet")
     parser.add_argument("--name", help="a name for the sandbox")
     parser.add_argument("--job", help="the job it belongs to")
     parser.add_argument("--label", action="append", metavar="KEY=VALUE", help="(repeatable)")
@@ -65,14 +65,49 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     _program_options(parser, required=False)
 
 
+# Interpreters that wait for a person when they are called alone.
+INTERACTIVE: Final = frozenset({"sh", "bash", "dash", "zsh", "fish", "python", "python3", "ipython", "node", "irb"})
+# Options of ours that are unlikely to be the program's.
+OURS: Final = frozenset(
+    {
+        "--memory-mib",
+        "--disk-mib",
+        "--idle-timeout-s",
+        "--lifetime-s",
+        "--timeout-s",
+        "--wait-s",
+        "--no-stdin",
+        "--keep",
+    }
+    | {"--toolkit", "--workspace", "--base", "--pids", "--detach"}
+)
+
+
+def advise(words: list[str], *, terminal: bool) -> None:
+    """Notes on what a newcomer may have meant otherwise; the program runs in any case."""
+    late = [word for word in words[1:] if word.partition("=")[0] in OURS]
+    if late and words[0] != "--":
+        note(f"dsec: {late[0]} stands after the command and is given to the program; options of dsec stand before it")
+    words = words[1:] if words[:1] == ["--"] else words
+    if terminal and len(words) == 1 and words[0].rpartition("/")[2] in INTERACTIVE:
+        note(
+            f"dsec: no interactive shell yet: {words[0]} gets an empty input. Give it a command: dsec exec NAME 'ls -l'"
+        )
+
+
+def _terminal() -> bool:
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Create a sandbox, run a program, stop it. The exit code is the program's."""
     command = _command(args.command)
     if command is None and not args.detach:
-        raise InvalidSpec.field("command", "", "a program to run (or --detach to only create the sandbox)")
+        raise InvalidSpec("no program: give one to run (or --detach, to only create the sandbox)")
     if command is not None and args.detach:
-        raise InvalidSpec.field("--detach", args.command, "no program: `dsec exec` runs one in the sandbox")
+        raise InvalidSpec("--detach only creates the sandbox, without a program: `dsec exec` runs one in it")
     _sigterm_ends()
+    advise(args.command, terminal=_terminal())
     stdin = None if args.detach else _stdin(args)
     with ExitStack() as stack:
         sandbox = _create(client(args), args)
@@ -121,8 +156,9 @@ def exec_command(args: argparse.Namespace) -> int:
     """Run a program in a sandbox. The exit code is the program's."""
     command = _command(args.command)
     if command is None:
-        raise InvalidSpec.field("command", "", "a program to run")
+        raise InvalidSpec("no program: give one to run")
     _sigterm_ends()
+    advise(args.command, terminal=_terminal())
     stdin = _stdin(args)
     sandbox = client(args).get(args.sandbox)
     return _exit_code(_stream(sandbox, command, stdin, args, env=pairs("env", args.env)))
@@ -153,11 +189,18 @@ def _stream(
 
 def _exit_code(result: RunResult) -> int:
     if result.cause != "exited":
-        what = {"timeout": "its time was over", "oom": "it ran out of memory", "killed": "it was killed"}
-        note(f"dsec: the program ended by signal {result.signal}: {what.get(result.cause, result.cause)}")
+        why = {"timeout": ": its time was over", "oom": ": it ran out of memory", "killed": ": it was killed"}
+        note(f"dsec: the program was ended by signal {_signal_name(result.signal)}{why.get(result.cause, '')}")
     if result.limits_hit:
         note(f"dsec: limits hit: {', '.join(result.limits_hit)}")
     return result.exit_code
+
+
+def _signal_name(number: int | None) -> str:
+    try:
+        return f"{number} ({signal.Signals(number or 0).name})"
+    except ValueError:
+        return str(number)
 
 
 def _command(words: list[str]) -> Command | None:
@@ -179,7 +222,7 @@ def _stdin(args: argparse.Namespace) -> bytes | None:
         return None
     data = sys.stdin.buffer.read(limits.STDIN_MAX_BYTES + 1)
     if len(data) > limits.STDIN_MAX_BYTES:
-        raise InvalidSpec.field("stdin", "more", f"at most {limits.STDIN_MAX_BYTES} bytes")
+        raise InvalidSpec(f"stdin has more than {limits.STDIN_MAX_BYTES} bytes, the most a program can be given")
     return data
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dsec.cli.commands.common import client, pairs
 from dsec.cli.terminal import age, note, show_json, table
+from dsec.cli.words import said
 from dsec.model import limits
 from dsec.model.errors import DsecError
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
     from dsec.model.states import SandboxInfo
     from dsec.sdk.values import States
+
+
+ENDED: Final = ("stopped", "lost")
+LIMITS: Final = ("cpu", "memory_mib", "disk_mib", "pids", "idle_timeout_s", "lifetime_s")
+TIMES: Final = ("created_at", "started_at", "expires_at", "idle_since", "ended_at")
 
 
 def ps_options(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +38,18 @@ def ps_command(args: argparse.Namespace) -> int:
     state: States | None = args.state or ("any" if args.all else None)
     found = client(args).list(labels=pairs("label", args.label), job=args.job, state=state)
     infos = [sandbox._info for sandbox in found]
-    shown = [info for info in infos if info is not None]
+    # Newest first: ids are random.
+    shown = sorted((info for info in infos if info is not None), key=lambda info: info.created_at, reverse=True)
     if args.json:
         show_json(shown)
     elif args.quiet:
         for info in shown:
             print(info.id)
     else:
-        head = ("ID", "NAME", "STATE", "BACKEND", "FROM", "JOB", "AGE", "IDLE")
-        print(table(head, [_row(info, time.time()) for info in shown]))
+        head = ("ID", "NAME", "STATE", "BACKEND", "FROM", "JOB", "AGE", "IDLE", "ENDED")
+        wide = any(info.ended_at is not None for info in shown)
+        rows = [_row(info, time.time()) for info in shown]
+        print(table(head if wide else head[:-1], rows if wide else [row[:-1] for row in rows]))
     return 0
 
 
@@ -48,9 +57,15 @@ def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
     spec = info.spec
     source = spec.image or spec.environment or spec.snapshot or spec.base or next((x.ref for x in info.layers), "")
     idle = age(now - info.idle_since) if info.idle_since is not None and info.ended_at is None else ""
-    state = f"{info.state} ({info.end_reason})" if info.end_reason not in (None, info.state) else info.state
+    ended = f"{age(now - info.ended_at)} ago" if info.ended_at is not None else ""
     since = info.started_at or info.created_at
-    return (info.id, info.name or "", state, info.backend, source, info.job or "", age(now - since), idle)
+    lived = age((info.ended_at or now) - since)
+    return (info.id, info.name or "", info.state + _why(info), info.backend, source, info.job or "", lived, idle, ended)
+
+
+def _why(info: SandboxInfo | None) -> str:
+    reason = info.end_reason if info is not None else None
+    return f" ({reason})" if info is not None and reason not in (None, info.state) else ""
 
 
 def inspect_options(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +77,23 @@ def inspect_options(parser: argparse.ArgumentParser) -> None:
 def inspect_command(args: argparse.Namespace) -> int:
     """Everything about one sandbox, as JSON."""
     sandbox = client(args).get(args.sandbox)
-    about: dict[str, object] = {"sandbox": sandbox._info}
+    info = sandbox._info
+    about: dict[str, object] = {"sandbox": info}
+    if info is not None:
+        # Of the spec only what differs from the defaults is sent; times are seconds since the epoch, for programs.
+        about["limits"] = {name: getattr(info.spec, name) for name in LIMITS}
+        moments = {name: getattr(info, name) for name in TIMES}
+        about["times"] = {name: _iso(at) for name, at in moments.items() if at is not None}
     if sandbox.state == "running":
         about |= {"usage": sandbox.usage(), "processes": sandbox.processes()}
     show_json(about)
     return 0
+
+
+def _iso(at: float) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
 
 
 def stop_options(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +114,14 @@ def stop_command(args: argparse.Namespace) -> int:
     failed = 0
     for ref in args.sandbox:
         try:
-            made.get(ref).stop(grace_s=args.grace_s)
+            sandbox = made.get(ref)
+            if sandbox.state in ENDED:
+                note(f"dsec: {ref} has ended already{_why(sandbox._info)}")
+                continue
+            sandbox.stop(grace_s=args.grace_s)
             print(ref)
         except DsecError as error:
-            note(f"dsec: {ref}: {error}")
+            note(f"dsec: {ref}: {said(error)}")
             failed += 1
     return 1 if failed else 0
 

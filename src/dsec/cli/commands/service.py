@@ -48,6 +48,9 @@ def up_options(parser: argparse.ArgumentParser) -> None:
     import argparse
 
     _directories(parser)
+    parser.add_argument(
+        "--cgroup", metavar="NAME", help="(default: DSEC_CGROUP, else a name of the run directory's own)"
+    )
     parser.add_argument("--foreground", action="store_true", help="stay in this terminal (for a service manager)")
     parser.add_argument("--timeout-s", type=float, default=UP_TIMEOUT_S, metavar="S", help="(default: %(default)s)")
     parser.add_argument(
@@ -62,17 +65,26 @@ def up_command(args: argparse.Namespace) -> int:
     """Start the agent and wait until it answers."""
     _require_node()
     run_dir, state_dir = args.run_dir.absolute(), args.state_dir.absolute()
+    extra = args.agent[1:] if args.agent[:1] == ["--"] else args.agent
     pid = read_lock(run_dir)
     if pid is not None:
         print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock")
-        return 0
-    extra = args.agent[1:] if args.agent[:1] == ["--"] else args.agent
+        if extra:
+            note(
+                f"dsec: not applied: {' '.join(extra)}: `dsec down` first (sandboxes live on), then `dsec up` with them"
+            )
+        return 1 if extra else 0
     line = [sys.executable, "-m", "dsec.node", "--run-dir", str(run_dir), "--state-dir", str(state_dir), *extra]
+    line += ["--cgroup", args.cgroup] if args.cgroup else []
     if args.foreground:
         os.execv(sys.executable, line)
     process, log, start = _start(line, state_dir)
     node = _await(process, log, start, run_dir, args.timeout_s)
     print(f"node {node} is up (pid {process.pid}): {run_dir}/api.sock; log: {log}")
+    if any(word.partition("=")[0] == "--listen" for word in extra):
+        print(
+            f"TCP asks for a key (DSEC_API_KEY): {state_dir}/api-key has the one made at the first start with --listen"
+        )
     if run_dir != Path(RUN_DIR):
         print(f"for other commands: export DSEC_RUN_DIR={run_dir}")
     return 0
@@ -95,9 +107,8 @@ def _start(line: list[str], state_dir: Path) -> tuple[subprocess.Popen[bytes], P
         raise NotStarted(f"cannot write {log}: {error}; run as root, or give --run-dir and --state-dir") from error
     with os.fdopen(fd, "ab") as opened:
         start = opened.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, start_new_session=True, cwd="/"
-        )
+        # In our directory, which relative paths among the options mean; it goes to / once it has read them.
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, start_new_session=True)
         return process, log, start
 
 
@@ -152,8 +163,8 @@ def down_command(args: argparse.Namespace) -> int:
     run_dir = args.run_dir.absolute()
     pid = read_lock(run_dir)
     if pid is None:
-        if args.stop_all:
-            raise NodeUnreachable(f"no node agent runs in {run_dir}: `dsec up` first, it finds the sandboxes again")
+        pid = _agent_for_what_lives(args, run_dir) if args.stop_all else None
+    if pid is None:
         print(f"no node agent runs in {run_dir}")
         return 0
     if args.stop_all:
@@ -163,6 +174,23 @@ def down_command(args: argparse.Namespace) -> int:
     if args.stop_all:
         _stop_runtime(run_dir)
     return 0
+
+
+def _agent_for_what_lives(args: argparse.Namespace, run_dir: Path) -> int | None:
+    """A new agent over the runtime of one that has died: it finds the sandboxes, and can stop them. Its pid."""
+    from dsec.backends.container.keeper import living_keeper, started_with
+
+    keeper = living_keeper(run_dir)
+    if keeper is None:
+        return None
+    _require_node()
+    options = started_with(keeper)
+    state_dir = Path(options.get("--state-dir", args.state_dir)).absolute()
+    cgroup = ["--cgroup", options["--cgroup"]] if "--cgroup" in options else []
+    places = ["--run-dir", str(run_dir), "--state-dir", str(state_dir), *cgroup]
+    process, log, start = _start([sys.executable, "-m", "dsec.node", *places], state_dir)
+    _await(process, log, start, run_dir, args.timeout_s)
+    return process.pid
 
 
 def _stop_all(run_dir: Path) -> None:

@@ -29,6 +29,7 @@ class Codec:
     """Decodes bodies into one struct."""
 
     def __init__(self, type_: type[Any]) -> None:
+        self._type = type_
         self._json = msgspec.json.Decoder(type_)
         self._msgpack = msgspec.msgpack.Decoder(type_)
 
@@ -41,7 +42,7 @@ class Codec:
             if kind == MSGPACK:
                 return self._msgpack.decode(body)
         except msgspec.ValidationError as error:
-            raise invalid(error) from error
+            raise invalid(error, self._type) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidSpec(f"the body could not be read as {(kind or JSON).decode('latin-1')}: {error}") from error
         shown = kind.decode("latin-1")

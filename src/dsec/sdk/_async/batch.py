@@ -60,7 +60,7 @@ class AsyncBatch:
                 await self._connect()
             if self._atomic:
                 await self._all_or_none()
-        except BaseException:
+        except BaseException:  # also cancelled: the block is not entered, so nobody would stop them
             await self._stop_all()
             raise
         return self

@@ -62,7 +62,7 @@ class AsyncClient:
         body, key = codec.encode(made), new_key()
         try:
             info = await self.transport.call("POST", _SANDBOXES, SandboxInfo, body=body, key=key)
-        except Exception:
+        except Exception:  # the server's answer, or none: there is nothing to undo
             raise
         except BaseException as error:
             # The caller gives up (KeyboardInterrupt, a cancelled task): nobody would ever stop what is being made.

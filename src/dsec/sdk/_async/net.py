@@ -143,7 +143,7 @@ async def _connect_unix(path: str) -> AsyncConn:
             except BlockingIOError:
                 await asyncio.sleep(_KNOCK_S)
         _, conn = await asyncio.get_running_loop().create_unix_connection(AsyncConn, sock=sock)
-    except BaseException:
+    except BaseException:  # also cancelled: it goes on, the socket does not
         sock.close()
         raise
     return conn

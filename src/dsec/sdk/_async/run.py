@@ -105,7 +105,7 @@ class AsyncRun:
             return
         try:
             await output(self._on_output, stream, new)
-        except Exception as error:
+        except Exception as error:  # the caller's code: anything
             raise _Interrupted(error) from error
 
     async def _give_up(self, error: BaseException) -> None:

@@ -194,7 +194,7 @@ class AsyncTransport:
         try:
             if answer.head.status >= 300:
                 await self._raise_error(answer)
-        except BaseException:
+        except BaseException:  # also cancelled: a connection with half an answer on it is not used again
             answer.close()
             raise
         return answer
@@ -228,6 +228,8 @@ class AsyncTransport:
     def unreachable(self, why: str) -> NodeUnreachable:
         """The error for this server."""
         hint = "is it running? `dsec up` starts it" if self.target.scheme == "unix" else "check the URL and the node"
+        if self.target.scheme == "http" and "unanswered" in why:
+            hint = "a server that wants TLS does so: is it https://?"
         return NodeUnreachable(f"no answer from {self.target.url}: {why}; {hint}", detail={"url": self.target.url})
 
     async def close(self) -> None:
@@ -252,7 +254,7 @@ class AsyncTransport:
             except TimeoutError as error:
                 answer.close()
                 raise self.unreachable("it does not read what is sent") from error
-            except BaseException:
+            except BaseException:  # also cancelled: a connection with half an answer on it is not used again
                 answer.close()
                 raise
 

@@ -62,7 +62,7 @@ class Batch:
                 self._connect()
             if self._atomic:
                 self._all_or_none()
-        except BaseException:
+        except BaseException:  # also cancelled: the block is not entered, so nobody would stop them
             self._stop_all()
             raise
         return self

@@ -91,7 +91,7 @@ def connect(target: Target, tunnel: Tunnel | None, timeout_s: float) -> Conn:
             return Conn(sock)
         try:
             return Conn(tls_context().wrap_socket(sock, server_hostname=where.host))
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too: it goes on, the socket does not
             sock.close()
             raise
     except TimeoutError:
@@ -113,7 +113,7 @@ def _connect_unix(path: str, timeout_s: float) -> socket.socket:
                 if time.monotonic() >= end:
                     raise TimeoutError(f"{path}: nobody accepts") from error
                 time.sleep(_KNOCK_S)
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt, too: it goes on, the socket does not
         sock.close()
         raise
 

@@ -107,7 +107,7 @@ class Run:
             return
         try:
             output(self._on_output, stream, new)
-        except Exception as error:
+        except Exception as error:  # the caller's code: anything
             raise _Interrupted(error) from error
 
     def _give_up(self, error: BaseException) -> None:

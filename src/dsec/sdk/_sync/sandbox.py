@@ -77,7 +77,8 @@ class Sandbox:
     ) -> RunResult:
         """Run a program to its end. A str runs as `/bin/sh -c`, a list is argv and needs no shell.
 
-        Nothing the program does raises, except with `check=True`: CommandFailed, with `.result`.
+        Nothing the program does raises, except with `check=True`: CommandFailed, with `.result`. ProgramNotStarted: the
+        sandbox has no such program, directory or user. SandboxLost: it has ended, `.end_reason` says why.
         `on_output(stream, data)` gets output as it comes (stream 1 or 2); while it works the program waits, and its
         exception kills the run and is raised. Cancelling the call (KeyboardInterrupt, a cancelled task) kills the
         program. A connection that breaks is made again and the call goes on under its key; NodeUnreachable: the
@@ -94,7 +95,7 @@ class Sandbox:
         return self._update("DELETE", f"?grace_s={grace_s:g}")
 
     def extend(self, seconds: float) -> SandboxInfo:
-        """Move the end of its lifetime: `seconds` from now."""
+        """Its lifetime ends `seconds` later than it would have. No end: nothing changes."""
         return self._update("POST", "/extend", {"seconds": seconds})
 
     def set_labels(self, labels: Mapping[str, str]) -> SandboxInfo:
