@@ -121,6 +121,7 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
 # Results that are kept
 
 
+@pytest.mark.same_everywhere
 def test_old_results_make_room(box: tuple[Client, str]) -> None:
     c, s = box
     for i in range(300):
