@@ -8,11 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.conformance import Check, applicable, perform
+from dsec.backends.conformance import Check, applicable, kit, perform
 from tests.kit import rootfs, runtime
+from tests.kit.lanes import in_guest
 from tests.kit.runtime import ContainerSubject
 
 pytestmark = [pytest.mark.contract, pytest.mark.root]
+
+
+# Nothing is judged by its speed; this only bounds how long a check that hangs is waited for.
+GUEST_PATIENCE_S = 240.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if in_guest():
+            patch.setattr(kit, "PATIENCE_S", GUEST_PATIENCE_S)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 A lane that cannot run here is skipped with its probe's reason. `DSEC_REQUIRE=root,vm` turns every skip in these lanes
 into a failure, so that continuous integration cannot pass by skipping. One skip stays allowed: `kernel_lacks()`, for
 a mechanism this kernel was built without; the vm lane runs the same test on kernels that have it.
+
+In a guest (`DSEC_GUEST=1`) tests that are marked `same_everywhere` are left out, and what others do many times they do
+a tenth as often (`fewer`): a guest without hardware acceleration is ten to twenty times slower than its host.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import pytest
 REQUIRE_ENV: Final = "DSEC_REQUIRE"
 TESTS: Final = Path(__file__).resolve().parent.parent
 LACKS: Final = "this kernel lacks "
+GUEST_ENV: Final = "DSEC_GUEST"
+SAME_EVERYWHERE: Final = "same_everywhere"
 
 _Probe = Callable[[], str | None]
 
@@ -92,8 +97,27 @@ def kernel_lacks(mechanism: str, reason: str) -> NoReturn:
     pytest.skip(f"{LACKS}{mechanism}: {reason}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def in_guest() -> bool:
+    """Whether this is a guest of the vm lane."""
+    return bool(os.environ.get(GUEST_ENV))
+
+
+def fewer(times: int) -> int:
+    """How often a test does what it does many times: a tenth of it in a guest."""
+    return max(2, times // 10) if in_guest() else times
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker(SAME_EVERYWHERE)]
+    if marked:
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lanes in their order; markers by directory; whole lanes skipped or failed by their probe."""
+    if in_guest():
+        _leave_out(config, items)
     order = list(LANES)
     items.sort(key=lambda item: order.index(lane_of(item.path) or "unit"))
     reasons: dict[str, str | None] = {}

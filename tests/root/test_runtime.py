@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.lanes import runtime_binary
+from tests.kit.lanes import fewer, runtime_binary
 from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
 BINARY = runtime_binary()
@@ -123,6 +123,7 @@ def test_signal_is_told(box: tuple[Client, str]) -> None:
     assert (r["exit_code"], r["signal"], r["cause"]) == (None, signal.SIGSEGV, "signalled")
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("size", [0, 1, 65536, 65537, 3_000_000])
 def test_stdin_arrives_whole(box: tuple[Client, str], size: int) -> None:
     c, s = box
@@ -131,12 +132,14 @@ def test_stdin_arrives_whole(box: tuple[Client, str], size: int) -> None:
     assert r["streams"][0]["head"].split()[0].decode() == hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.same_everywhere
 def test_a_program_that_does_not_read_its_input(box: tuple[Client, str]) -> None:
     c, s = box
     r = c.call("run.start", **run_plan(s, "r", ["true"], stdin=b"x" * 1_000_000))
     assert r["exit_code"] == 0
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(("head", "tail"), [(0, 0), (100, 0), (0, 100), (1000, 5000), (1 << 20, 1 << 20)])
 def test_head_and_tail_are_kept_and_the_rest_is_counted(box: tuple[Client, str], head: int, tail: int) -> None:
     c, s = box
@@ -149,6 +152,7 @@ def test_head_and_tail_are_kept_and_the_rest_is_counted(box: tuple[Client, str],
     assert out["dropped"] == len(text) - head - tail
 
 
+@pytest.mark.same_everywhere
 def test_the_same_id_attaches_and_runs_once(box: tuple[Client, str]) -> None:
     c, s = box
     plan = run_plan(s, "r", sh("sleep 0.2; cat /proc/uptime; echo $$"))
@@ -161,6 +165,7 @@ def test_the_same_id_attaches_and_runs_once(box: tuple[Client, str]) -> None:
     assert e.value.code == "not_found"
 
 
+@pytest.mark.same_everywhere
 def test_streaming_gives_every_byte_once(box: tuple[Client, str]) -> None:
     c, s = box
     plan = run_plan(s, "r", sh("seq 500000; seq 1000 >&2"), head_bytes=100, tail_bytes=100)
@@ -170,6 +175,7 @@ def test_streaming_gives_every_byte_once(box: tuple[Client, str]) -> None:
     assert result["streams"][0]["total"] == len(out[0])
 
 
+@pytest.mark.same_everywhere
 def test_without_credit_the_program_waits(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     number = c.send("run.start", run_plan(s, "r", ["yes"]) | {"stream": True, "window": 100_000})
@@ -198,6 +204,7 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+@pytest.mark.same_everywhere
 def test_a_vanished_reader_does_not_stop_the_program(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     lost = shared.client()
@@ -251,6 +258,7 @@ def test_kill_with_a_signal(box: tuple[Client, str], shared: Node) -> None:
     assert (r["exit_code"], r["cause"]) == (9, "killed")
 
 
+@pytest.mark.same_everywhere
 def test_a_thousand_runs_at_once(box: tuple[Client, str]) -> None:
     c, s = box
     numbers = {}
@@ -283,6 +291,7 @@ def shmem_kib() -> int:
     raise AssertionError("no Shmem")
 
 
+@pytest.mark.same_everywhere
 def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     before = shmem_kib()
@@ -298,6 +307,7 @@ def test_a_flood_takes_no_memory(box: tuple[Client, str], shared: Node) -> None:
 # What is refused
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     ("over", "code", "field"),
     [
@@ -344,6 +354,7 @@ def test_a_loop_of_links_is_named(box: tuple[Client, str]) -> None:
         assert (e.value.code, e.value.detail["errno"]) == (code, errno.ELOOP)
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "a\0", "-a", ".a"])
 def test_bad_sandbox_ids(shared: Node, name: str) -> None:
     with shared.client() as c, pytest.raises(RuntimeFault) as e:
@@ -351,6 +362,7 @@ def test_bad_sandbox_ids(shared: Node, name: str) -> None:
     assert (e.value.code, e.value.detail["field"]) == ("bad_request", "id")
 
 
+@pytest.mark.same_everywhere
 def test_an_id_exists_once(box: tuple[Client, str]) -> None:
     c, s = box
     with pytest.raises(RuntimeFault) as e:
@@ -358,6 +370,7 @@ def test_an_id_exists_once(box: tuple[Client, str]) -> None:
     assert e.value.code == "exists"
 
 
+@pytest.mark.same_everywhere
 def test_hello_comes_first(shared: Node) -> None:
     with shared.client(hello=False) as c:
         with pytest.raises(RuntimeFault) as e:
@@ -368,12 +381,14 @@ def test_hello_comes_first(shared: Node) -> None:
         assert e.value.code == "unsupported"
 
 
+@pytest.mark.same_everywhere
 def test_unknown_operation(shared: Node) -> None:
     with shared.client() as c, pytest.raises(RuntimeFault) as e:
         c.call("fly")
     assert e.value.code == "bad_request"
 
 
+@pytest.mark.same_everywhere
 def test_garbage_ends_only_its_own_connection(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     rnd = random.Random(7)
@@ -395,6 +410,7 @@ def test_garbage_ends_only_its_own_connection(box: tuple[Client, str], shared: N
     assert c.call("run.start", **run_plan(s, "r", ["true"]))["exit_code"] == 0
 
 
+@pytest.mark.same_everywhere
 def test_a_client_that_does_not_read_hurts_only_itself(box: tuple[Client, str], shared: Node) -> None:
     c, s = box
     deaf = shared.client()
@@ -530,10 +546,10 @@ def test_the_runtime_dies_and_nothing_is_lost(node: Node) -> None:
 
 def _checked_runs(node: Node, worker: int, failures: list[str]) -> None:
     rnd = random.Random(worker)
-    for i in range(60):
+    for i in range(fewer(60)):
         sizes = [int(10 ** rnd.uniform(0, 5.5)), int(10 ** rnd.uniform(0, 5))]
-        if i == 30:
-            sizes[0] = 20_000_000
+        if i == fewer(60) // 2:
+            sizes[0] = fewer(20_000_000)
         code = rnd.randrange(256)
         try:
             _checked_run(node, f"w{worker}-{i}", sizes, code, streaming=bool(i % 2))
@@ -685,6 +701,7 @@ def test_an_init_that_died_while_both_were_dead(node: Node) -> None:
         assert c.call("sandbox.wait", id="a")["exit"]["reason"] == "lost"
 
 
+@pytest.mark.same_everywhere
 def test_one_keeper_per_directory(node: Node) -> None:
     again = subprocess.run(
         [node.binary, "keeper", "--run-dir", node.run_dir, "--state-dir", node.state_dir],
@@ -728,6 +745,7 @@ def launchers(node: Node) -> list[int]:
     return [pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "dsec-launcher\n"]
 
 
+@pytest.mark.same_everywhere
 def test_a_runtime_that_cannot_start_is_not_tried_for_ever_at_once(node: Node) -> None:
     keeper = node.keeper_pid()
     binary = node.binary.read_bytes()

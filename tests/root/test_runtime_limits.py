@@ -184,6 +184,7 @@ def test_keeper_and_runtime_have_all_the_descriptors_there_are(node: Node) -> No
         assert int(r["streams"][0]["head"].split()[0]) == sandbox_plan("a", [])["nofile"]
 
 
+@pytest.mark.same_everywhere
 def test_old_results_make_room(box: tuple[Client, str]) -> None:
     c, s = box
     for i in range(300):

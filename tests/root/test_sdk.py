@@ -19,6 +19,7 @@ import dsec
 from dsec.backends.container.keeper import living_keeper
 from tests.kit.examples import examples
 from tests.kit.home import BASE, COMMAND, Home, standing
+from tests.kit.lanes import fewer
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def test_command_line(home: Home) -> None:
     home.dsec("exec", "work", "true", code=125)
 
 
+@pytest.mark.same_everywhere
 def test_interrupt_kills_the_tree(home: Home) -> None:
     with home.client().create(base=BASE) as sbx:
         line = [*COMMAND, "exec", sbx.id, "(setsid sleep 4321 &) ; echo up; sleep 4321"]
@@ -63,6 +65,7 @@ def test_interrupt_kills_the_tree(home: Home) -> None:
         assert sbx.run("pgrep -f 'sleep 4321' | grep -v $$").stdout == ""
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_agent_that_dies_during_a_run_changes_nothing(home: Home, number: int, streaming: bool) -> None:
@@ -107,6 +110,7 @@ def _ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.same_everywhere
 def test_sandboxes_live_on_over_down_and_up(home: Home) -> None:
     sbx = home.client().create(base=BASE, name="stays")
     sbx.run("echo kept >/f", check=True)
@@ -118,11 +122,11 @@ def test_sandboxes_live_on_over_down_and_up(home: Home) -> None:
 
 
 def test_many(home: Home) -> None:
-    with home.client().create_many(40, base=BASE, memory_mib=32, job="many", wait_s=60) as boxes:
+    with home.client().create_many(fewer(40), base=BASE, memory_mib=32, job="many", wait_s=60) as boxes:
         results = [
             box.run(["sh", "-c", f"echo {n}"]).stdout for n, box in enumerate(boxes) if isinstance(box, dsec.Sandbox)
         ]
-    assert results == [f"{n}\n" for n in range(40)]
+    assert results == [f"{n}\n" for n in range(fewer(40))]
     assert list(home.client().job("many").list()) == []
 
 

@@ -94,6 +94,7 @@ def test_a_directory_comes_out_as_it_was(store: LayerStore, tree: Path) -> None:
         assert set(os.listdir(root)) == set(os.listdir(tree)) - {"kvm", "socket"}
 
 
+@pytest.mark.same_everywhere
 def test_the_same_content_is_the_same_layer_however_it_comes(store: LayerStore, tree: Path, tmp_path: Path) -> None:
     for name in ("kvm", "socket"):
         (tree / name).unlink()
@@ -141,6 +142,7 @@ def test_an_import_again_with_other_settings_is_what_the_name_has_then(store: La
     assert store.list() == []
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     ("add", "message"),
     [
@@ -160,6 +162,7 @@ def test_hostile_archives_are_refused_and_leave_nothing(
     assert store.list() == [] and leftovers(store) == []
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("damage", ["cut", "noise", "cut gzip", "cut xz", "bad bzip2", "empty"])
 def test_damaged_archives_are_refused(store: LayerStore, tmp_path: Path, damage: str) -> None:
     mode = {"cut gzip": "w:gz", "cut xz": "w:xz"}.get(damage, "w")
@@ -224,6 +227,7 @@ def test_an_upper_becomes_a_layer_with_its_deletions(store: LayerStore, tmp_path
         assert os.listdir(merged / "dir") == []
 
 
+@pytest.mark.same_everywhere
 def test_removal(store: LayerStore, tree: Path) -> None:
     layer = store.import_dir(tree, "a:1")
     store.name("a:1", "b:1")
@@ -237,6 +241,7 @@ def test_removal(store: LayerStore, tree: Path) -> None:
     assert leftovers(store) == []
 
 
+@pytest.mark.same_everywhere
 def test_a_version_that_is_taken_leaves_no_second_layer(store: LayerStore, tree: Path) -> None:
     store.import_dir(tree, "a@1")
     (tree / "more").touch()
@@ -246,6 +251,7 @@ def test_a_version_that_is_taken_leaves_no_second_layer(store: LayerStore, tree:
     assert leftovers(store) == []
 
 
+@pytest.mark.same_everywhere
 def test_config_and_role(store: LayerStore, tree: Path) -> None:
     config = Config(env={"A": "1"}, cwd="/repo", user="dev")
     store.import_source(f"dir:{tree}", "w@1", role="workspace", config=config)
@@ -253,6 +259,7 @@ def test_config_and_role(store: LayerStore, tree: Path) -> None:
     assert (layer.role, layer.env, layer.cwd, layer.user) == ("workspace", {"A": "1"}, "/repo", "dev")
 
 
+@pytest.mark.same_everywhere
 def test_another_store_gives_its_layer_without_copying(store: LayerStore, tree: Path, tmp_path: Path) -> None:
     layer = store.import_dir(tree, "a:1")
     other = LayerStore(tmp_path / "other")
@@ -261,6 +268,7 @@ def test_another_store_gives_its_layer_without_copying(store: LayerStore, tree: 
     assert os.stat(other.path(layer.digest)).st_ino == os.stat(store.path(layer.digest)).st_ino
 
 
+@pytest.mark.same_everywhere
 def test_an_image_can_be_taken_as_it_is(store: LayerStore, tree: Path, tmp_path: Path) -> None:
     layer = store.import_dir(tree)
     other = LayerStore(tmp_path / "other")
@@ -270,6 +278,7 @@ def test_an_image_can_be_taken_as_it_is(store: LayerStore, tree: Path, tmp_path:
         other.import_source(f"erofs:{tmp_path}/no.erofs")
 
 
+@pytest.mark.same_everywhere
 def test_damage_is_noticed(store: LayerStore, tree: Path) -> None:
     path = Path(store.path(store.import_dir(tree, "a:1").digest))
     content = bytearray(path.read_bytes())
@@ -283,6 +292,7 @@ def test_damage_is_noticed(store: LayerStore, tree: Path) -> None:
         store.resolve("a:1")
 
 
+@pytest.mark.same_everywhere
 def test_concurrent_imports_of_the_same_content(store: LayerStore, tree: Path) -> None:
     digests: list[str] = []
 
@@ -331,6 +341,7 @@ def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path) -> None:
 POINTS = ("layer.staging", "layer.made", "layer.renamed", "layer.named")
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("point", POINTS)
 def test_a_failure_at_any_step_leaves_all_or_nothing(store: LayerStore, tree: Path, point: str) -> None:
     failpoint.arm(point)
@@ -345,6 +356,7 @@ def test_a_failure_at_any_step_leaves_all_or_nothing(store: LayerStore, tree: Pa
     assert again.import_dir(tree, "a:1").names == ("a:1",)
 
 
+@pytest.mark.same_everywhere
 def test_a_cancelled_import_ends_and_leaves_nothing(store: LayerStore, tmp_path: Path) -> None:
     cancel = threading.Event()
     cancel.set()
@@ -361,6 +373,7 @@ def test_a_link_to_a_directory_is_that_directory(store: LayerStore, tree: Path, 
     assert store.import_source(f"dir:{tmp_path}/link").layer.digest == store.import_source(f"dir:{tree}").layer.digest
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     "source",
     [

@@ -21,6 +21,17 @@ def test_it():
 def test_lacking():
     lanes.kernel_lacks("thing", "not built")
 """
+MARKED = """
+import pytest
+from tests.kit import lanes
+
+@pytest.mark.same_everywhere
+def test_marked():
+    pass
+
+def test_often():
+    assert lanes.fewer(100) == int(lanes.in_guest() and 10 or 100)
+"""
 
 
 @pytest.fixture
@@ -31,15 +42,15 @@ def tree(tmp_path: Path) -> Path:
     for name in ("__init__.py", "conftest.py", "kit/__init__.py", "kit/lanes.py"):
         (tmp_path / "tests" / name).write_text((lanes.TESTS / name).read_text())
     (tmp_path / "tests/unit/test_x.py").write_text(TEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unit\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unit\n    same_everywhere\n")
     return tmp_path
 
 
-def run(tree: Path, require: str) -> subprocess.CompletedProcess[str]:
+def run(tree: Path, require: str, guest: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"],
         cwd=tree,
-        env={**os.environ, lanes.REQUIRE_ENV: require},
+        env={**os.environ, lanes.REQUIRE_ENV: require, lanes.GUEST_ENV: guest},
         capture_output=True,
         text=True,
         check=False,
@@ -57,6 +68,14 @@ def test_a_skip_in_a_required_lane_fails_unless_the_kernel_lacks_it(tree: Path) 
     assert done.returncode == 1, done.stdout
     assert "1 failed, 1 skipped" in done.stdout
     assert "skipped, but DSEC_REQUIRE names the lane unit" in done.stdout
+
+
+@pytest.mark.parametrize(("guest", "told"), [("", "2 passed in"), ("1", "1 passed, 1 deselected in")])
+def test_a_guest_leaves_out_what_is_the_same_everywhere(tree: Path, guest: str, told: str) -> None:
+    (tree / "tests/unit/test_x.py").write_text(MARKED)
+    done = run(tree, "unit", guest)
+    assert done.returncode == 0, done.stdout
+    assert told in done.stdout
 
 
 def test_another_required_lane_does_not_matter(tree: Path) -> None:
