@@ -16,6 +16,8 @@ pub const OVERLAY_EACH: &str = "overlay.each";
 pub const CGROUP_KILL: &str = "cgroup.kill";
 /// One way to write v1's `tasks` without a lock over all processes; without it `cgroup.procs`.
 pub const CGROUP_TASKS: &str = "cgroup.tasks";
+/// A network namespace that was never used serves another sandbox; without it each has a new one.
+pub const NETNS_REUSE: &str = "netns.reuse";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -24,6 +26,7 @@ pub const NAMES: &[&str] = &[
     OVERLAY_EACH,
     CGROUP_KILL,
     CGROUP_TASKS,
+    NETNS_REUSE,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

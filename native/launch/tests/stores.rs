@@ -2,12 +2,18 @@
 
 mod kit;
 
+use std::net::UdpSocket;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::process::Command;
 use std::thread;
 
 use dsec_launch::failpoint;
 use dsec_launch::layers::Pinned;
+use dsec_launch::netns::NetnsPool;
 use dsec_launch::plan::{Code, UpperKind};
+use dsec_sys::process;
 use kit::{plan, Inventory, Node, MIB};
 
 /// Bytes that fit into the sandbox's root.
@@ -201,6 +207,51 @@ fn hundreds_of_sandboxes_leave_nothing() {
         drop(node.create(&plan("a")).expect("created"));
     }
     assert_eq!(before, Inventory::take(&node));
+}
+
+/// Gives a namespace back after `use_it` ran in it, and says whether the pool hands it out again.
+fn serves_again(use_it: impl FnOnce() -> Option<UnixListener> + Send) -> bool {
+    const SIZE: usize = 8;
+    let pool = NetnsPool::new(SIZE).expect("a pool");
+    let netns = pool.take().expect("a namespace");
+    // Held, or its number could be another one's.
+    let held = netns.try_clone().expect("a copy");
+    let number = |fd: &OwnedFd| rustix::fs::fstat(fd).expect("a namespace").st_ino;
+    let socket = thread::scope(|scope| {
+        let inside = scope.spawn(|| {
+            process::setns(held.as_fd(), process::NEW_NET).expect("entered");
+            use_it()
+        });
+        inside.join().expect("used")
+    });
+    pool.give_back(netns);
+    let taken: Vec<OwnedFd> = (0..2 * SIZE).map(|_| pool.take().expect("one")).collect();
+    drop(socket);
+    taken.iter().any(|one| number(one) == number(&held))
+}
+
+#[test]
+fn a_network_namespace_serves_again_only_if_it_was_never_used() {
+    require!();
+    assert!(serves_again(|| None));
+    assert!(!serves_again(|| {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let to = socket.local_addr().expect("an address");
+        socket.send_to(b"x", to).expect("sent");
+        None
+    }));
+    assert!(!serves_again(|| {
+        let socket = UdpSocket::bind("0.0.0.0:0").expect("a socket");
+        assert!(
+            socket.connect("203.0.113.1:9").is_err(),
+            "there is no route"
+        );
+        None
+    }));
+    assert!(!serves_again(|| {
+        let name = SocketAddr::from_abstract_name("dsec-left-over").expect("a name");
+        Some(UnixListener::bind_addr(&name).expect("a socket"))
+    }));
 }
 
 #[test]
