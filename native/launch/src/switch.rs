@@ -18,6 +18,8 @@ pub const CGROUP_KILL: &str = "cgroup.kill";
 pub const CGROUP_TASKS: &str = "cgroup.tasks";
 /// A network namespace that was never used serves another sandbox; without it each has a new one.
 pub const NETNS_REUSE: &str = "netns.reuse";
+/// The v1 groups of an ended sandbox serve another; without it each has new ones.
+pub const CGROUP_REUSE: &str = "cgroup.reuse";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -27,6 +29,7 @@ pub const NAMES: &[&str] = &[
     CGROUP_KILL,
     CGROUP_TASKS,
     NETNS_REUSE,
+    CGROUP_REUSE,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();
