@@ -128,7 +128,9 @@ def _cgroups(scope: Scope) -> Iterator[str]:
     for hierarchy in hierarchies:
         for name in scope.cgroups:
             for directory, _, _ in os.walk(hierarchy / name):
-                yield directory
+                # Groups of ended sandboxes that wait for the next one are a bounded number.
+                if "/.spare-" not in directory:
+                    yield directory
 
 
 def _processes(scope: Scope) -> Iterator[int]:

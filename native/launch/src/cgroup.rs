@@ -20,12 +20,11 @@ use crate::hierarchy::{
 };
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
 pub use crate::run_cgroup::{RunCgroup, RunUsage};
+use crate::spare::{self, Groups, Spares, Values};
 
 /// Processes and threads that sandboxes leave to the rest of the machine.
 const PIDS_LEFT: u64 = 2048;
 const CPU_PERIOD_US: u64 = 100_000;
-/// v1 counts shares, of which a weight of 100 is this many.
-const SHARES_AT_100: u64 = 1024;
 /// Longest interval between two attempts to remove a group whose processes are dying.
 const RETRY_MAX: Duration = Duration::from_millis(20);
 
@@ -44,6 +43,13 @@ struct Inner {
     mode: CgroupMode,
     v2: PathBuf,
     v1: Vec<V1>,
+    spares: Spares,
+}
+
+impl Inner {
+    fn v1_bases(&self) -> Vec<&Path> {
+        self.v1.iter().map(|h| h.base.as_path()).collect()
+    }
 }
 
 /// The hierarchies of this machine and our directory in each. Cheap to clone.
@@ -104,6 +110,7 @@ impl Cgroups {
             mode,
             v2: base,
             v1: below,
+            spares: Spares::default(),
         }));
         opened.leave_processes()?;
         Ok(opened)
@@ -125,8 +132,7 @@ impl Cgroups {
 
     /// `CG` in v2, then in the v1 hierarchies; the first of these is memory.
     pub(crate) fn bases(&self) -> (&Path, Vec<&Path>) {
-        let v1 = self.0.v1.iter().map(|h| h.base.as_path()).collect();
-        (&self.0.v2, v1)
+        (&self.0.v2, self.0.v1_bases())
     }
 
     fn sandbox(&self, id: &str) -> SandboxCgroup {
@@ -187,6 +193,7 @@ impl Cgroups {
 
     /// Removes `CG` itself where it is empty; for tests and for a node that ends for good.
     pub fn remove_base(&self) {
+        self.0.spares.clear(&self.0.v1_bases());
         // Somebody else's groups may be below: leaving the directory is right then.
         let _ = fs::remove_dir(&self.0.v2);
         for hierarchy in &self.0.v1 {
@@ -231,9 +238,6 @@ impl SandboxCgroup {
     }
 
     fn build(&self, limits: &Limits) -> Result<()> {
-        for hierarchy in &self.inner.v1 {
-            make(&hierarchy.base.join(&self.id)).step("cgroup.mkdir")?;
-        }
         if self.inner.mode == CgroupMode::V2 {
             // Memory down to the runs, so that an OOM kill names its run.
             delegate(&self.v2(""), "+memory")?;
@@ -245,8 +249,46 @@ impl SandboxCgroup {
         make(&self.v2(INIT)).step("cgroup.mkdir")?;
         match self.inner.mode {
             CgroupMode::V2 => self.limit_v2(limits),
-            CgroupMode::Hybrid => self.limit_v1(limits),
+            CgroupMode::Hybrid => self.build_v1(limits),
         }
+    }
+
+    fn build_v1(&self, limits: &Limits) -> Result<()> {
+        let bases = self.inner.v1_bases();
+        let now = match self.inner.spares.take(&bases, &self.id) {
+            Some(values) => values,
+            None => {
+                for base in &bases {
+                    make(&base.join(&self.id)).step("cgroup.mkdir")?;
+                }
+                Values::new()
+            }
+        };
+        let [memory, cpu, pids] = self.homes();
+        let groups = Groups {
+            memory: &memory,
+            cpu: &cpu,
+            pids: &pids,
+        };
+        spare::limit(&groups, &now, limits)?;
+        self.inner.spares.given(&self.id, limits);
+        Ok(())
+    }
+
+    fn homes(&self) -> [PathBuf; 3] {
+        ["memory", "cpu", "pids"].map(|controller| self.home(controller))
+    }
+
+    /// Whether the v1 groups, of which the runs' are gone, are kept for another sandbox.
+    fn keep_v1(&self) -> bool {
+        let [memory, cpu, pids] = self.homes();
+        let groups = Groups {
+            memory: &memory,
+            cpu: &cpu,
+            pids: &pids,
+        };
+        let bases = self.inner.v1_bases();
+        self.inner.spares.keep(&bases, &groups, &self.id)
     }
 
     fn limit_v2(&self, limits: &Limits) -> Result<()> {
@@ -267,32 +309,6 @@ impl SandboxCgroup {
         }
         if limits.pids_max > 0 {
             set("pids.max", limits.pids_max.to_string())?;
-        }
-        Ok(())
-    }
-
-    fn limit_v1(&self, limits: &Limits) -> Result<()> {
-        let set = |controller: &str, file: &str, value: u64| {
-            write(&self.home(controller).join(file), &value.to_string()).step(file)
-        };
-        if limits.memory_bytes > 0 {
-            set("memory", "memory.limit_in_bytes", limits.memory_bytes)?;
-            let both = "memory.memsw.limit_in_bytes";
-            if self.home("memory").join(both).exists() {
-                set("memory", both, limits.memory_bytes + limits.swap_bytes)?;
-            }
-        }
-        if limits.cpu_milli > 0 {
-            // The period is what a new group has: each write goes through all groups of the machine.
-            let quota = limits.cpu_milli * CPU_PERIOD_US / 1000;
-            set("cpu", "cpu.cfs_quota_us", quota)?;
-        }
-        if !matches!(limits.cpu_weight, 0 | 100) {
-            let shares = u64::from(limits.cpu_weight) * SHARES_AT_100 / 100;
-            set("cpu", "cpu.shares", shares.max(2))?;
-        }
-        if limits.pids_max > 0 {
-            set("pids", "pids.max", limits.pids_max)?;
         }
         Ok(())
     }
@@ -441,22 +457,13 @@ impl SandboxCgroup {
         let end = Instant::now() + deadline;
         let mut wait = Duration::from_micros(200);
         loop {
-            let mut all: Vec<_> = self
-                .inner
-                .v1
-                .iter()
-                .map(|h| h.base.join(&self.id))
-                .collect();
-            all.push(self.v2(""));
             // What there is most often; the rest is looked for below.
             for below in [INIT, PAYLOAD] {
                 let _ = fs::remove_dir(self.v2(below));
             }
-            let mut busy = None;
-            for at in all {
-                if let Err(error) = remove_tree(&at) {
-                    busy = Some(error);
-                }
+            let mut busy = remove_tree(&self.v2("")).err();
+            if busy.is_none() && self.inner.mode == CgroupMode::Hybrid {
+                busy = self.remove_v1().err();
             }
             let Some(error) = busy else { return Ok(()) };
             if Instant::now() >= end {
@@ -465,5 +472,21 @@ impl SandboxCgroup {
             thread::sleep(wait);
             wait = (wait * 2).min(RETRY_MAX);
         }
+    }
+
+    /// Only once its groups in v2, where every process of it is, are gone.
+    fn remove_v1(&self) -> io::Result<()> {
+        let memory = self.home("memory");
+        for run in children(&memory)? {
+            remove_tree(&memory.join(run))?;
+        }
+        if self.keep_v1() {
+            return Ok(());
+        }
+        let mut removed = Ok(());
+        for base in self.inner.v1_bases() {
+            removed = removed.and(remove_tree(&base.join(&self.id)));
+        }
+        removed
     }
 }

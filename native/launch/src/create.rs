@@ -244,6 +244,8 @@ fn common(making: &Making<'_>) {
     // Without it a file of a layer gets another inode number with its first change, and a program that
     // compares numbers before and after (`git clone` of a local path, for one) takes it for another file.
     let _ = making.try_set("xino", Value::Text("on"));
+    // An identity that lasts would be written into the upper; the file system's own number is the upper's.
+    let _ = making.try_set("uuid", Value::Text("null"));
 }
 
 /// `None` where overlayfs takes no descriptors (before 6.13).

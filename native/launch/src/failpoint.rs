@@ -14,6 +14,7 @@ pub const VARIABLE: &str = "DSEC_NATIVE_FAILPOINTS";
 
 /// Every name of this crate, for `dsec-runtime failpoints`. In the order they are passed.
 pub const NAMES: &[&str] = &[
+    "spare.taking",
     "assembly.cgroup",
     "assembly.upper",
     "assembly.netns",
@@ -36,6 +37,7 @@ pub const NAMES: &[&str] = &[
     "enter.joined",
     "enter.entered",
     "enter.confined",
+    "spare.keeping",
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -295,8 +295,16 @@ fn pin(home: &Path, file: &Path) -> Result<()> {
         // In memory also where RUN_DIR is on a disk: ext4 searches long for an inode number while many
         // files come and go (without a journal it skips all that were freed in the last 5 s, 1 to 2 ms
         // for each file), and writes a file back when it replaces another.
-        let options = [("size", Value::Text(HOME_SIZE)), ("mode", Value::Text("0700"))];
-        let made = mounting::make("pinned.home", c"tmpfs", &options, mount::NODEV | mount::NOSUID)?;
+        let options = [
+            ("size", Value::Text(HOME_SIZE)),
+            ("mode", Value::Text("0700")),
+        ];
+        let made = mounting::make(
+            "pinned.home",
+            c"tmpfs",
+            &options,
+            mount::NODEV | mount::NOSUID,
+        )?;
         attach_at(made.as_fd(), &home.to_string_lossy()).step("pinned.attach")?;
         // Private, or the bind below would be propagated into the new namespace: a loop, EINVAL.
         mount::make_private(&at).step("pinned.private")?;

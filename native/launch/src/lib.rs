@@ -24,6 +24,7 @@ pub mod plan;
 pub mod probe;
 mod run_cgroup;
 mod server;
+mod spare;
 pub mod switch;
 mod syscalls;
 pub mod upper;

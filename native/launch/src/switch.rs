@@ -18,6 +18,10 @@ pub const CGROUP_KILL: &str = "cgroup.kill";
 pub const CGROUP_TASKS: &str = "cgroup.tasks";
 /// Raising the hard limit of descriptors; without it the one we were started with.
 pub const NOFILE_RAISE: &str = "nofile.raise";
+/// A network namespace that was never used serves another sandbox; without it each has a new one.
+pub const NETNS_REUSE: &str = "netns.reuse";
+/// The v1 groups of an ended sandbox serve another; without it each has new ones.
+pub const CGROUP_REUSE: &str = "cgroup.reuse";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -27,6 +31,8 @@ pub const NAMES: &[&str] = &[
     CGROUP_KILL,
     CGROUP_TASKS,
     NOFILE_RAISE,
+    NETNS_REUSE,
+    CGROUP_REUSE,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

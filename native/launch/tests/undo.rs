@@ -10,7 +10,9 @@ use kit::{plan, Inventory, Node, MIB};
 fn each_step_of_the_assembly_is_undone() {
     require!();
     let names = ["assembly.cgroup", "assembly.upper", "assembly.netns"];
-    let armed: Vec<String> = names.iter().map(|name| format!("{name}:1:error")).collect();
+    let mut armed: Vec<String> = names.iter().map(|name| format!("{name}:1:error")).collect();
+    // Groups of v1 that cannot be kept or given are removed and made anew.
+    armed.push("spare.keeping:2:error,spare.taking:1:error".to_owned());
     std::env::set_var("DSEC_NATIVE_FAILPOINTS", armed.join(","));
     let node = Node::new();
     let mut wish = plan("a");
@@ -29,6 +31,9 @@ fn each_step_of_the_assembly_is_undone() {
     assert_eq!(error.code, Code::Exists);
     assert_eq!(sandbox.said("echo unharmed"), "unharmed");
     sandbox.stop();
+    for _ in 0..3 {
+        node.create(&wish).expect("created").stop();
+    }
     assert_eq!(before, Inventory::take(&node));
 }
 

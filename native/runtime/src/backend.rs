@@ -65,8 +65,11 @@ pub trait Place: Send + Sync {
     fn usage(&self) -> Result<Usage>;
     /// Processes of it that were killed for want of memory.
     fn oom_kills(&self) -> u64;
-    /// Kills what lives and removes everything. Idempotent.
-    fn release(&self, deadline: Duration) -> Result<()>;
+    /// The sandbox's network namespace, while its init lives; nothing where it cannot be used again. Never
+    /// waits.
+    fn network(&self, init: BorrowedFd<'_>) -> Option<OwnedFd>;
+    /// Kills what lives and removes everything. Idempotent. `network` may serve another sandbox.
+    fn release(&self, network: Option<OwnedFd>, deadline: Duration) -> Result<()>;
 }
 
 /// The cgroup of a run. Nothing here waits: the event loop calls all of it.

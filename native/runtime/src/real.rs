@@ -242,10 +242,18 @@ impl Place for RealPlace {
         self.cgroup.oom_kills()
     }
 
-    fn release(&self, deadline: Duration) -> Result<()> {
-        self.shared
-            .assembly
-            .release(&self.cgroup, &self.upper, deadline)
+    fn network(&self, init: BorrowedFd<'_>) -> Option<OwnedFd> {
+        self.shared.assembly.netns.of(init)
+    }
+
+    fn release(&self, network: Option<OwnedFd>, deadline: Duration) -> Result<()> {
+        let assembly = &self.shared.assembly;
+        assembly.release(&self.cgroup, &self.upper, deadline)?;
+        // Only now it is certain that no process is in it.
+        if let Some(network) = network {
+            assembly.netns.give_back(network);
+        }
+        Ok(())
     }
 }
 

@@ -529,7 +529,8 @@ impl Inventory {
             all
         };
         let find = format!(
-            "find /sys/fs/cgroup -type d -path '*{}*' | sort",
+            // Spare groups stay on purpose, a bounded number of them.
+            "find /sys/fs/cgroup -type d -path '*{}*' ! -name '.spare-*' | sort",
             node.config.cgroup
         );
         let output = |script: &str| {

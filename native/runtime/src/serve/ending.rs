@@ -129,10 +129,7 @@ impl Server {
         if disk_full {
             outcome.limits_hit.push("disk".to_owned());
         }
-        // Measured with 6.18: after one write to cgroup.kill everything that is ever cloned into that group dies of
-        // signal 9 (what joins it lives): its count of kills is compared with that of the parent's group.
-        let killed = run.meta.marked.is_some_and(|(_, signal)| signal == 0);
-        run.spent = used.filter(|_| left == Some(0) && !killed);
+        run.spent = used.filter(|_| left == Some(0));
         run.meta.outcome = Some(outcome);
         self.keep_outcome(index);
         fail::pass("run.put_outcome");
@@ -247,7 +244,9 @@ impl Server {
         let Some(s) = self.sandboxes.get_mut(&run.sandbox) else {
             return false;
         };
-        // Killed by an earlier runtime, perhaps; the leaf itself knows of our own kills.
+        // Measured with 6.18: after one write to cgroup.kill everything that is ever cloned into that group dies of
+        // signal 9 (what joins it lives): its count of kills is compared with that of the parent's group. The
+        // leaf knows of our own kills, the mark of an earlier runtime's.
         let killed = matches!(run.meta.marked, Some((_, 0)));
         // A memory group of its own is what makes it worth keeping; only then is there a peak.
         let wanted = !killed

@@ -82,7 +82,7 @@ fn undo(made: &Made) {
     };
     let _ = rustix::event::poll(&mut poll, Some(&wait));
     let _ = wait_child(Who::PidFd(made.init_pidfd.as_fd()), true);
-    if let Err(e) = made.place.release(RELEASE_DEADLINE) {
+    if let Err(e) = made.place.release(None, RELEASE_DEADLINE) {
         warning!("sandbox.undo", error = e);
     }
 }

@@ -379,10 +379,11 @@ impl Server {
         let Some(place) = s.place.clone() else {
             return self.released(index, false, Ok(()));
         };
+        let init = s.init.clone();
+        let network = init.as_ref().and_then(|init| place.network(init.as_fd()));
         if let Err(e) = place.kill() {
             warning!("sandbox.kill", id = s.record.id, error = e);
         }
-        let init = s.init.clone();
         self.workers.run(move || {
             // An init ends last, so that its end says that nothing is left in the cgroups. What keeps it
             // alive for too long is the release's to tell.
@@ -393,7 +394,7 @@ impl Server {
             // Asked before the counters go.
             let oom = place.oom_kills() > 0;
             let done = place
-                .release(RELEASE_DEADLINE)
+                .release(network, RELEASE_DEADLINE)
                 .and_then(|()| fail::at("sandbox.released"));
             Box::new(move |server: &mut Server| server.released(index, oom, done))
         });
