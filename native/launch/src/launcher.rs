@@ -1,5 +1,6 @@
 //! The runtime's handle on a launcher, a tiny process that clones inits and runs.
 
+use std::cell::RefCell;
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
@@ -19,7 +20,7 @@ use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::upper::Upper;
-use crate::wire::{self, Reply, Request};
+use crate::wire::{self, Inbox, Reply, Request};
 
 /// A launcher that is not ready by then is broken; it takes about 2 ms.
 const START_DEADLINE: Duration = Duration::from_secs(10);
@@ -76,6 +77,7 @@ pub struct Entered {
 struct Process {
     child: Child,
     socket: OwnedFd,
+    inbox: RefCell<Inbox>,
 }
 
 impl Process {
@@ -91,7 +93,12 @@ impl Process {
             .stdout(Stdio::null())
             .spawn()
             .step("launcher.spawn")?;
-        let process = Self { child, socket };
+        let inbox = RefCell::default();
+        let process = Self {
+            child,
+            socket,
+            inbox,
+        };
         match process.receive(Instant::now() + START_DEADLINE)? {
             (Reply::Ready, _) => Ok(process),
             _ => Err(LaunchError::new(
@@ -103,7 +110,8 @@ impl Process {
 
     fn receive(&self, end: Instant) -> Result<(Reply, Vec<OwnedFd>)> {
         wait_readable(self.socket.as_fd(), end)?;
-        match wire::receive(self.socket.as_fd()) {
+        let mut inbox = self.inbox.borrow_mut();
+        match inbox.receive(self.socket.as_fd()) {
             Ok(Some(message)) => Ok(message),
             Ok(None) => Err(died()),
             Err(error) if error.raw_os_error() == Some(libc::ECONNRESET) => Err(died()),
