@@ -29,6 +29,10 @@ const LONG_LIFE: Duration = Duration::from_secs(2);
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX_READY: Duration = Duration::from_millis(160);
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
+/// After some messages this long goes by before the next are looked at: each run sends two or three, and each
+/// by itself would wake this process. They are safe in the socket, which outlives its sender; whatever
+/// depends on them (endings, a new runtime) takes them out first.
+const REST: Duration = Duration::from_millis(5);
 /// Standard input, output and error are not for handing down.
 const MIN_INHERITED_FD: i32 = 3;
 /// The kernel's OOM killer takes the keeper last: it is tiny, and everything hangs on it.
@@ -67,6 +71,8 @@ struct Keeper {
     backoff: Duration,
     /// Entries still to be sent for a `List`.
     listing: Option<VecDeque<String>>,
+    /// Until then messages are left to gather.
+    rest_until: Option<Instant>,
     /// Keys of refused puts, still to be said.
     refused: VecDeque<String>,
     buf: Vec<u8>,
@@ -102,6 +108,7 @@ pub fn run(options: Options) -> io::Result<()> {
         next: Next::Crash,
         backoff: BACKOFF_MIN,
         listing: None,
+        rest_until: None,
         refused: VecDeque::new(),
         buf: Vec::new(),
     };
@@ -184,6 +191,7 @@ impl Keeper {
             let ready = self.poll(signals)?;
             if ready.runtime {
                 self.drain_messages();
+                self.rest_until = Some(Instant::now() + REST);
             }
             if ready.signal {
                 for signal in read_signals(signals.as_fd())? {
@@ -206,7 +214,12 @@ impl Keeper {
     fn poll(&self, signals: &OwnedFd) -> io::Result<Ready> {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
         let mut timeout = None;
+        let rest = self
+            .rest_until
+            .map(|end| end.saturating_duration_since(Instant::now()));
+        let rest = rest.filter(|left| !left.is_zero());
         match &self.runtime {
+            Runtime::Running { .. } if rest.is_some() && !self.has_output() => timeout = rest,
             Runtime::Running { sock: Some(s), .. } => {
                 let mut flags = PollFlags::IN;
                 if self.has_output() {
@@ -358,6 +371,7 @@ impl Keeper {
         match self.spawn() {
             Ok((pid, sock)) => {
                 info!("runtime.start", pid = pid);
+                self.rest_until = None;
                 self.runtime = Runtime::Running {
                     pid,
                     sock: Some(sock),
