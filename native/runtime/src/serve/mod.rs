@@ -111,6 +111,8 @@ impl Token {
 enum Timer {
     /// A run's time is up.
     Timeout(u64),
+    /// A run is not one of the shortest.
+    Settled(u64),
     /// A sandbox had its time to end by itself.
     Grace(u64),
     /// A follower of an earlier runtime had its time to come back.
@@ -134,6 +136,9 @@ struct Server {
     binary_sha256: Option<String>,
     next_index: u64,
     clients: HashMap<u64, Client>,
+    /// Clients for whom something was queued in this turn.
+    unsent: Vec<u64>,
+    read_buffer: Vec<u8>,
     sandboxes: HashMap<u64, Sandbox>,
     sandbox_ids: HashMap<String, u64>,
     /// Ended sandboxes still known, oldest first.
@@ -187,6 +192,8 @@ pub fn run(options: Options) -> io::Result<()> {
         binary_sha256: None,
         next_index: 1,
         clients: HashMap::new(),
+        unsent: Vec::new(),
+        read_buffer: Vec::new(),
         sandboxes: HashMap::new(),
         sandbox_ids: HashMap::new(),
         ended: std::collections::VecDeque::new(),
@@ -233,6 +240,7 @@ impl Server {
                 }
             }
             self.run_timers();
+            self.send_queued();
             if let Some(last) = self.leave.take() {
                 info!("runtime.end", how = format!("{last:?}"));
                 return self.link.say(&last);
@@ -317,6 +325,7 @@ impl Server {
             }
             match entry.remove() {
                 Timer::Timeout(i) => self.timed_out(i),
+                Timer::Settled(i) => self.settle(i),
                 Timer::Grace(i) => self.grace_over(i),
                 Timer::Hold(i) => self.hold_over(i),
                 Timer::Deadline(job) => self.deadline_passed(job),

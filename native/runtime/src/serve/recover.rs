@@ -207,6 +207,7 @@ impl Server {
             // A result that was on its way may not have arrived.
             delivered: false,
             timer: None,
+            unsettled: None,
             hold: meta.streamed && meta.outcome.is_none(),
             emptied: None,
             failure: None,

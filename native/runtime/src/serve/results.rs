@@ -159,7 +159,7 @@ impl Server {
                 s.runs.remove(&run.id);
             }
         }
-        if let Some(timer) = run.timer {
+        for timer in [run.timer, run.unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
         for stream in &run.streams {

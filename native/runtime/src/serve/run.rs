@@ -139,6 +139,8 @@ pub struct Run {
     pub readers: Vec<Reader>,
     pub delivered: bool,
     pub timer: Option<(u64, u64)>,
+    /// It has only just been started: of its descriptors none but the pidfd is watched.
+    pub unsettled: Option<(u64, u64)>,
     /// The pipes are left alone until a follower of an earlier runtime is back, or its time is up.
     pub hold: bool,
     /// Watches an ended run's cgroup until its last process is gone.

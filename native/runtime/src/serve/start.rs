@@ -36,6 +36,11 @@ const UNDO_WAIT: Timespec = Timespec {
 };
 /// What a pipe takes at once.
 const PIPE_BYTES: usize = 64 << 10;
+/// Most programs of a tool loop have ended by then, and what they said waits in their pipes: before that
+/// neither the output nor the success of the exec of a run that nobody follows is waited for. Each would
+/// wake the event loop, and the second its client, once more for every run. A program that fills its pipe
+/// sooner waits so long, once.
+const SETTLED_NS: u64 = 5_000_000;
 
 /// The child's ends.
 struct Stdio {
@@ -179,6 +184,7 @@ impl Server {
             readers: Vec::new(),
             delivered: false,
             timer: None,
+            unsettled: None,
             hold: false,
             emptied: None,
             failure: None,
@@ -260,6 +266,12 @@ impl Server {
             .sandboxes
             .get(&run.sandbox)
             .map_or(true, |s| s.phase != Phase::Running);
+        if !run.meta.streamed {
+            let timer = self.at(util::monotonic_ns() + SETTLED_NS, Timer::Settled(index));
+            if let Some(run) = self.runs.get_mut(&index) {
+                run.unsettled = Some(timer);
+            }
+        }
         if let Err(err) = self.watch_run(index) {
             info!("run.watch", error = err);
         }
@@ -276,7 +288,7 @@ impl Server {
         let Some(run) = self.runs.get(&index) else {
             return Ok(());
         };
-        if let Some(fd) = &run.status {
+        if let (Some(fd), None) = (&run.status, run.unsettled) {
             self.watch(fd.as_fd(), Token::Status(index), EventFlags::IN)?;
         }
         if let (Some(fd), false, false) = (&run.pidfd, run.adopted, run.done()) {
@@ -289,27 +301,54 @@ impl Server {
         Ok(())
     }
 
+    /// From now on everything of a run is waited for.
+    pub(super) fn settle(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(timer) = run.unsettled.take() else {
+            return;
+        };
+        self.timers.remove(&timer);
+        if let Some(Err(e)) = self.runs.get(&index).and_then(|run| {
+            let fd = run.status.as_ref()?.as_fd();
+            Some(self.watch(fd, Token::Status(index), EventFlags::IN))
+        }) {
+            info!("run.watch", error = e);
+        }
+        self.watch_output(index);
+    }
+
     /// The exec of a run has succeeded or failed.
     pub(super) fn status_ready(&mut self, index: u64) {
+        self.take_status(index);
+        if self
+            .runs
+            .get(&index)
+            .is_some_and(|run| run.failure.is_none())
+        {
+            self.pump(index);
+        }
+    }
+
+    /// What the exec of a run came to. Who waits for it is told later.
+    pub(super) fn take_status(&mut self, index: u64) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         let Some(status) = run.status.take() else {
             return;
         };
-        self.unwatch(status.as_fd());
+        if run.unsettled.is_none() {
+            self.unwatch(status.as_fd());
+        }
         let failure = dsec_launch::launcher::read_status(status.as_fd());
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         run.exec_done = true;
-        match failure {
-            Some(err) => {
-                // Said when the process has been reaped: nothing of it is left then.
-                run.failure = Some(err);
-            }
-            None => self.pump(index),
-        }
+        // Said when the process has been reaped: nothing of it is left then.
+        run.failure = failure;
     }
 
     /// Nothing runs: whoever waits is told, and the id is free again.
@@ -377,6 +416,7 @@ impl Server {
             run.meta.streamed = true;
             self.keep_meta(index);
         }
+        self.settle(index);
     }
 }
 
