@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.kit.runtime import marks
 from tests.root.test_runtime import BINARY, create, make_node, sh
 from tests.root.test_runtime import pytestmark as needs
 
@@ -39,7 +40,7 @@ def leftovers(node: Node) -> list[str]:
     """Cgroups of sandboxes, and marks of runs, that are still there."""
     found = [str(p) for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
     found += [str(p) for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
-    return found + [str(p) for p in (node.run_dir / "runs").glob("*")]
+    return found + marks(node.run_dir)
 
 
 @pytest.mark.parametrize("action", ["error", "kill"])

@@ -1,17 +1,15 @@
-//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/runs/SBX/RUN`: a symbolic link
-//! for every run that was launched and is not forgotten, so that a run whose result was lost with the
-//! keeper is never taken for one that was not launched. It names the run's cgroup; as a link that
-//! takes one call.
+//! `RUN_DIR/sbx/ID`: what is needed to find a sandbox again; and the marks of its runs.
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use dsec_launch::upper::Upper;
 use dsec_launch::RunPolicy;
 use serde::{Deserialize, Serialize};
 
+use crate::marks::Marks;
 use crate::util;
 
 /// Raised when a field changes its meaning; new fields have defaults.
@@ -65,22 +63,21 @@ pub struct Record {
     pub ended_ns: u64,
 }
 
-/// The directory of records.
+/// The directory of records, and the marks.
 #[derive(Debug, Clone)]
 pub struct Records {
     sbx: PathBuf,
-    runs: PathBuf,
+    pub marks: Arc<Marks>,
 }
 
 impl Records {
     pub fn open(run_dir: &Path) -> io::Result<Self> {
-        let out = Self {
-            sbx: run_dir.join("sbx"),
-            runs: run_dir.join("runs"),
-        };
-        fs::create_dir_all(&out.sbx)?;
-        fs::create_dir_all(&out.runs)?;
-        Ok(out)
+        let sbx = run_dir.join("sbx");
+        fs::create_dir_all(&sbx)?;
+        Ok(Self {
+            sbx,
+            marks: Arc::new(Marks::open(run_dir)?),
+        })
     }
 
     pub fn write(&self, record: &Record) -> io::Result<()> {
@@ -112,48 +109,6 @@ impl Records {
         }
         Ok((good, bad))
     }
-
-    /// Notes that a run is about to be launched in this cgroup.
-    pub fn mark_run(&self, sandbox: &str, run: &str, leaf: &str) -> io::Result<()> {
-        let path = self.runs.join(sandbox).join(run);
-        match symlink(leaf, &path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                fs::create_dir_all(self.runs.join(sandbox))?;
-                symlink(leaf, &path)
-            }
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                fs::remove_file(&path)?;
-                symlink(leaf, &path)
-            }
-            other => other,
-        }
-    }
-
-    pub fn unmark_run(&self, sandbox: &str, run: &str) -> io::Result<()> {
-        ignore_missing(fs::remove_file(self.runs.join(sandbox).join(run)))
-    }
-
-    pub fn unmark_runs(&self, sandbox: &str) -> io::Result<()> {
-        ignore_missing(fs::remove_dir_all(self.runs.join(sandbox)))
-    }
-
-    /// (sandbox, run, cgroup) of every mark.
-    pub fn marked_runs(&self) -> io::Result<Vec<(String, String, String)>> {
-        let mut out = Vec::new();
-        for dir in fs::read_dir(&self.runs)? {
-            let dir = dir?;
-            let sandbox = dir.file_name().to_string_lossy().into_owned();
-            for run in fs::read_dir(dir.path())? {
-                let run = run?;
-                let name = run.file_name().to_string_lossy().into_owned();
-                // Earlier versions made a file, and named the cgroup after the run.
-                let leaf = fs::read_link(run.path())
-                    .map_or_else(|_| name.clone(), |l| l.to_string_lossy().into_owned());
-                out.push((sandbox.clone(), name, leaf));
-            }
-        }
-        Ok(out)
-    }
 }
 
 fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
@@ -168,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_and_marks_are_found_again() {
+    fn records_are_found_again() {
         let dir = std::env::temp_dir().join(format!("dsec-runtime-rec-{}", std::process::id()));
         let records = Records::open(&dir).unwrap();
         let record = Record {
@@ -198,20 +153,6 @@ mod tests {
         let (good, bad) = records.load().unwrap();
         assert_eq!(good, [record]);
         assert_eq!(bad, ["broken"]);
-        records.mark_run("a", "r1", "1").unwrap();
-        records.mark_run("a", "r1", "2").unwrap();
-        let marked = |run: &str, leaf: &str| ("a".to_owned(), run.to_owned(), leaf.to_owned());
-        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2")]);
-        fs::write(dir.join("runs/a/r1.old"), b"").unwrap();
-        assert!(records
-            .marked_runs()
-            .unwrap()
-            .contains(&marked("r1.old", "r1.old")));
-        records.unmark_run("a", "r1.old").unwrap();
-        records.unmark_run("a", "r1").unwrap();
-        records.unmark_run("a", "r1").unwrap();
-        records.unmark_runs("a").unwrap();
-        assert!(records.marked_runs().unwrap().is_empty());
         fs::remove_dir_all(&dir).unwrap();
     }
 }

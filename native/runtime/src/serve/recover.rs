@@ -268,7 +268,7 @@ impl Server {
     /// knew it is gone.
     fn recover_marks(&mut self) -> io::Result<()> {
         let used = self.used_leaves();
-        for (sandbox, run, leaf) in self.records.marked_runs()? {
+        for (sandbox, run, leaf) in self.records.marks.all()? {
             let name = (sandbox, run);
             if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
                 continue;
@@ -280,7 +280,7 @@ impl Server {
                 .filter(|s| s.phase != Phase::Ended)
                 .map(|s| s.place.clone());
             let Some(place) = place else {
-                let _ = self.records.unmark_run(&name.0, &name.1);
+                let _ = self.records.marks.unmark(&name.0, &name.1);
                 continue;
             };
             // The mark of a lost run may be old, and its cgroup another's by now.

@@ -110,7 +110,7 @@ impl Server {
             let name = (run.sandbox_id.clone(), run.id.clone());
             run.meta.forgotten = true;
             self.run_ids.remove(&name);
-            let _ = self.records.unmark_run(&name.0, &name.1);
+            let _ = self.records.marks.unmark(&name.0, &name.1);
             if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
                 s.runs.remove(&name.1);
             }
@@ -141,7 +141,7 @@ impl Server {
     /// Drops a run here, in the keeper and on disk.
     pub(super) fn remove_run(&mut self, index: u64) {
         if let Some(run) = self.runs.get(&index) {
-            let _ = self.records.unmark_run(&run.sandbox_id, &run.id);
+            let _ = self.records.marks.unmark(&run.sandbox_id, &run.id);
         }
         self.remove_entry(index);
     }

@@ -473,7 +473,8 @@ impl Launch<'_> {
     /// The mark comes last before the start: a run that died waiting for its turn was never launched.
     fn carry_out(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Launched, LaunchError> {
         self.records
-            .mark_run(&self.plan.sandbox, &self.plan.run, leaf.name())
+            .marks
+            .mark(&self.plan.sandbox, &self.plan.run, leaf.name())
             .step("run.mark")?;
         fail::at("run.marked")?;
         let memory = self.plan.memory_cgroup;
