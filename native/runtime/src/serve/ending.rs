@@ -70,10 +70,8 @@ impl Server {
         if run.done() {
             return self.reap(index, reap);
         }
-        for timer in [run.timer.take(), run.unsettled.take()]
-            .into_iter()
-            .flatten()
-        {
+        let unsettled = run.unsettled.take().map(|u| u.timer);
+        for timer in [run.timer.take(), unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
         if let Some(err) = run.failure.take() {

@@ -3,6 +3,7 @@
 mod client;
 mod ending;
 mod killing;
+mod launching;
 mod link;
 mod making;
 mod ops;
@@ -126,7 +127,7 @@ struct Server {
     backend: Arc<dyn Backend>,
     link: Arc<Link>,
     records: Records,
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     listen: OwnedFd,
     results: Results,
     workers: Pool,
@@ -182,7 +183,7 @@ pub fn run(options: Options) -> io::Result<()> {
         records: Records::open(&options.run_dir)?,
         backend,
         link: Arc::new(link),
-        epoll: epoll::create(CreateFlags::CLOEXEC)?,
+        epoll: Arc::new(epoll::create(CreateFlags::CLOEXEC)?),
         listen,
         workers: Pool::new("work", WORKERS, &results)?,
         launchers: Pool::new("launch", LAUNCHERS, &results)?,
@@ -232,6 +233,8 @@ impl Server {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
+            // Also when nobody was woken for them: an event may be about what a job has left.
+            self.finish_jobs();
             for event in &events {
                 if let Some(token) = Token::unpack(event.data) {
                     if !self.event(token, event.flags)? {
@@ -248,15 +251,20 @@ impl Server {
         }
     }
 
+    fn finish_jobs(&mut self) {
+        while let Some(finish) = self.results.next() {
+            finish(self);
+        }
+    }
+
     /// `false`: the keeper is gone.
     fn event(&mut self, token: Token, flags: EventFlags) -> io::Result<bool> {
         match token {
             Token::Listen => self.accept(),
             Token::Keeper => return self.keeper_speaks(),
             Token::Finished => {
-                for finish in self.results.take() {
-                    finish(self);
-                }
+                self.results.woken();
+                self.finish_jobs();
             }
             Token::Client(i) => self.client_ready(i, flags),
             Token::Init(i) => self.init_ready(i),

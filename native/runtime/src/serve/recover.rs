@@ -233,7 +233,7 @@ impl Server {
             // It was put, and whether it was cloned is not known: whatever there is of it is killed.
             return self.lost(index);
         }
-        if let Err(e) = self.watch_run(index) {
+        if let Err(e) = self.watch_run(index, true) {
             warning!("recover.watch", error = e);
         }
         if done {

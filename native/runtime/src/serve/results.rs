@@ -159,7 +159,8 @@ impl Server {
                 s.runs.remove(&run.id);
             }
         }
-        for timer in [run.timer, run.unsettled].into_iter().flatten() {
+        let unsettled = run.unsettled.as_ref().map(|u| u.timer);
+        for timer in [run.timer, unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
         for stream in &run.streams {
