@@ -27,6 +27,18 @@ END_DEADLINE_S: Final = 10.0
 MIB: Final = 1 << 20
 
 
+MARK_BYTES: Final = 256
+
+
+def marks(run_dir: Path) -> list[str]:
+    """Marks of runs that were launched and are not forgotten: a free slot begins with a zero."""
+    with contextlib.suppress(FileNotFoundError):
+        content = (run_dir / "ns/marks").read_bytes()
+        slots = [content[at : at + MARK_BYTES] for at in range(0, len(content), MARK_BYTES)]
+        return [slot.partition(b"\n")[0].decode() for slot in slots if slot[0]]
+    return []
+
+
 def missing() -> str | None:
     """Why no runtime can be started here."""
     if os.geteuid() != 0:
@@ -124,8 +136,7 @@ class ContainerSubject:
         """Files; the record of one that has ended is kept for a while on purpose and does not count."""
         for directory, subdirectories, files in os.walk(self.place.state_dir):
             yield from (f"{directory}/{name}" for name in (*subdirectories, *files) if "sbx-" in name)
-        runs = self.place.run_dir / "ns/runs"
-        yield from (str(path) for path in runs.glob("*/*"))
+        yield from marks(self.place.run_dir)
 
     def _loops(self) -> Iterator[str]:
         for backing in Path("/sys/block").glob("loop*/loop/backing_file"):

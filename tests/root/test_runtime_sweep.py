@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.kit.runtime import marks
 from tests.root.test_runtime import BINARY, create, make_node, sh
 from tests.root.test_runtime import pytestmark as needs
 
@@ -41,7 +42,7 @@ def leftovers(node: Node) -> list[str]:
     found = [p for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
     found += [p for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
     # Groups of ended sandboxes may wait for the next one.
-    return [str(p) for p in found if not p.name.startswith(SPARE)] + [str(p) for p in (node.run_dir / "ns/runs").glob("*")]
+    return [str(p) for p in found if not p.name.startswith(SPARE)] + marks(node.run_dir)
 
 
 # In a guest one pass: the harder one.

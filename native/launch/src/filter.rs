@@ -18,7 +18,6 @@ const ENOSYS: u32 = ERRNO | libc::ENOSYS as u32;
 const LOAD: u16 = 0x20;
 const JUMP: u16 = 0x05;
 const IF_EQUAL: u16 = 0x15;
-const IF_GREATER: u16 = 0x25;
 const IF_AT_LEAST: u16 = 0x35;
 const IF_ANY_BIT: u16 = 0x45;
 const RETURN: u16 = 0x06;
@@ -46,6 +45,8 @@ const NAMESPACES: u32 = (libc::CLONE_NEWNS
 /// What `personality` may be asked: Linux, Linux in 32 bits, both without randomisation, query.
 const PERSONALITIES: [u32; 5] = [0, 8, 0x2_0000, 0x2_0008, u32::MAX];
 const IOCTL_DENY_MAX: usize = 512;
+/// Segments whose tree conditional jumps can cross from any place in it, its returns included.
+const SHORT_JUMPS: usize = 250;
 
 /// A filter, ready to install.
 pub(crate) type Program = Vec<Instruction>;
@@ -80,17 +81,13 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
     allowed.retain(|nr| !denied.contains(nr));
     allowed.sort_unstable();
     allowed.dedup();
-    let mut program = head();
+    let absent = ABSENT.iter().map(|name| number("seccomp", name));
+    let absent = absent.collect::<Result<Vec<u32>>>()?;
+    let mut program = head(EPERM);
     let checked = |nr: libc::c_long| {
         let nr = nr as u32;
         allowed.contains(&nr) && !extra.contains(&nr)
     };
-    for name in ABSENT {
-        let nr = number("seccomp", name)?;
-        if !extra.contains(&nr) {
-            on(&mut program, nr, &[op(RETURN, 0, 0, ENOSYS)]);
-        }
-    }
     if checked(libc::SYS_clone) {
         on(&mut program, libc::SYS_clone as u32, &clone_body());
     }
@@ -115,7 +112,21 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
         body[0] = argument(1);
         on(&mut program, libc::SYS_ioctl as u32, &body);
     }
-    ranges(&mut program, &allowed);
+    let newest = ALLOWED.iter().chain(KNOWN_DENIED).map(|(_, nr)| *nr).max();
+    let mut verdicts = segments(newest.unwrap_or(0), |nr| {
+        if absent.contains(&nr) && !extra.contains(&nr) {
+            ENOSYS
+        } else if allowed.binary_search(&nr).is_ok() {
+            ALLOW
+        } else {
+            EPERM
+        }
+    });
+    verdicts.push((newest.map_or(0, |nr| nr + 1), ENOSYS));
+    if cfg!(target_arch = "x86_64") {
+        verdicts.push((X32, EPERM));
+    }
+    program.extend(tree(&verdicts));
     if program.len() > MAX_INSTRUCTIONS {
         return Err(LaunchError::field(
             "seccomp",
@@ -127,46 +138,39 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
 
 /// What an init may do: reap, sleep, end.
 pub(crate) fn for_init() -> Program {
-    let mut allowed: Vec<u32> = [
+    let allowed = [
         libc::SYS_wait4,
         libc::SYS_rt_sigtimedwait,
         libc::SYS_restart_syscall,
         libc::SYS_exit_group,
     ]
-    .map(|nr| nr as u32)
-    .to_vec();
-    allowed.sort_unstable();
-    let mut program = vec![
-        op(LOAD, 0, 0, ARCH_AT),
-        op(IF_EQUAL, 1, 0, ARCH),
-        op(RETURN, 0, 0, KILL),
-        op(LOAD, 0, 0, NUMBER_AT),
-    ];
-    ranges(&mut program, &allowed);
+    .map(|nr| nr as u32);
+    let newest = allowed.iter().max().copied().unwrap_or(0);
+    let verdict = |nr| if allowed.contains(&nr) { ALLOW } else { EPERM };
+    let mut program = head(KILL);
+    program.extend(tree(&segments(newest + 1, verdict)));
     program
 }
 
-fn head() -> Program {
-    let newest = ALLOWED.iter().chain(KNOWN_DENIED).map(|(_, nr)| *nr).max();
-    let mut program = vec![
+/// `foreign` is the answer to another architecture's calls.
+fn head(foreign: u32) -> Program {
+    vec![
         op(LOAD, 0, 0, ARCH_AT),
         op(IF_EQUAL, 1, 0, ARCH),
-        op(RETURN, 0, 0, EPERM),
+        op(RETURN, 0, 0, foreign),
         op(LOAD, 0, 0, NUMBER_AT),
-    ];
-    if cfg!(target_arch = "x86_64") {
-        program.extend([op(IF_AT_LEAST, 0, 1, X32), op(RETURN, 0, 0, EPERM)]);
-    }
-    let newest = newest.unwrap_or(0);
-    program.extend([op(IF_GREATER, 0, 1, newest), op(RETURN, 0, 0, ENOSYS)]);
-    program
+    ]
 }
 
 /// `body`, which ends with a return on every path, for one system call.
 fn on(program: &mut Program, number: u32, body: &[Instruction]) {
-    program.push(op(IF_EQUAL, 1, 0, number));
-    // Conditional jumps reach 255 instructions, this one any distance.
-    program.push(op(JUMP, 0, 0, body.len() as u32));
+    if let Ok(length) = u8::try_from(body.len()) {
+        program.push(op(IF_EQUAL, 0, length, number));
+    } else {
+        program.push(op(IF_EQUAL, 1, 0, number));
+        // Conditional jumps reach 255 instructions, this one any distance.
+        program.push(op(JUMP, 0, 0, body.len() as u32));
+    }
     program.extend_from_slice(body);
 }
 
@@ -194,26 +198,66 @@ fn equal_body(values: &[u32], then: u32, otherwise: u32) -> Program {
     body
 }
 
-/// The rest: allowed when in one of the ranges. Linear, as the kernel caches the answer for numbers
-/// whose arguments are not looked at.
-fn ranges(program: &mut Program, allowed: &[u32]) {
-    let mut at = 0;
-    while at < allowed.len() {
-        let first = allowed[at];
-        let mut last = first;
-        while at + 1 < allowed.len() && allowed[at + 1] == last + 1 {
-            at += 1;
-            last = allowed[at];
+/// The numbers from which on an answer holds, and the answer; the last one holds for all that follow.
+type Segments = Vec<(u32, u32)>;
+
+fn segments(upto: u32, verdict: impl Fn(u32) -> u32) -> Segments {
+    let mut all: Segments = Vec::new();
+    for nr in 0..=upto {
+        let answer = verdict(nr);
+        if all.last().map_or(true, |(_, last)| *last != answer) {
+            all.push((nr, answer));
         }
-        at += 1;
-        program.extend([
-            op(IF_AT_LEAST, 1, 0, first),
-            op(RETURN, 0, 0, EPERM),
-            op(IF_GREATER, 1, 0, last),
-            op(RETURN, 0, 0, ALLOW),
-        ]);
     }
-    program.push(op(RETURN, 0, 0, EPERM));
+    all
+}
+
+/// Finds the answer by halving. Not for the calls themselves, whose answers the kernel caches, but for the
+/// installing: the kernel runs the program once for every number it has to fill that cache, which with a
+/// linear program was the dearest step of a short run.
+fn tree(segments: &[(u32, u32)]) -> Program {
+    if segments.len() > SHORT_JUMPS {
+        let (left, right) = segments.split_at(segments.len() / 2);
+        let (first, left, right) = (right[0].0, tree(left), tree(right));
+        let mut program = vec![op(IF_AT_LEAST, 0, 1, first)];
+        program.push(op(JUMP, 0, 0, left.len() as u32));
+        program.extend(left);
+        program.extend(right);
+        return program;
+    }
+    let mut answers: Vec<u32> = segments.iter().map(|(_, answer)| *answer).collect();
+    answers.sort_unstable();
+    answers.dedup();
+    let branches = segments.len().saturating_sub(1);
+    let ends = |answer: u32| branches + answers.binary_search(&answer).unwrap_or(0);
+    let mut program = Vec::with_capacity(branches + answers.len());
+    branch(&mut program, segments, &ends);
+    program.extend(answers.iter().map(|answer| op(RETURN, 0, 0, *answer)));
+    program
+}
+
+/// One comparison for every border between segments; `ends` says where the return of an answer is.
+fn branch(program: &mut Program, segments: &[(u32, u32)], ends: &impl Fn(u32) -> usize) {
+    if segments.len() < 2 {
+        return;
+    }
+    let (left, right) = segments.split_at(segments.len() / 2);
+    let at = program.len();
+    program.push(op(IF_AT_LEAST, 0, 0, right[0].0));
+    for (half, hit) in [(left, false), (right, true)] {
+        let target = match half {
+            [(_, answer)] => ends(*answer),
+            _ => program.len(),
+        };
+        // `tree` keeps within reach.
+        let jump = (target - at - 1) as u8;
+        if hit {
+            program[at].jt = jump;
+        } else {
+            program[at].jf = jump;
+        }
+        branch(program, half, ends);
+    }
 }
 
 #[cfg(test)]
@@ -241,7 +285,6 @@ mod tests {
                 }
                 RETURN => return now.k,
                 IF_EQUAL => value == now.k,
-                IF_GREATER => value > now.k,
                 IF_AT_LEAST => value >= now.k,
                 IF_ANY_BIT => value & now.k != 0,
                 code => panic!("unknown operation {code}"),
@@ -278,6 +321,10 @@ mod tests {
             );
         }
         assert_eq!(ask(&spec, 2000, [0, 0]), ENOSYS);
+        if cfg!(target_arch = "x86_64") {
+            assert_eq!(ask(&spec, libc::c_long::from(X32), [0, 0]), EPERM);
+            assert_eq!(ask(&spec, libc::c_long::from(u32::MAX), [0, 0]), EPERM);
+        }
         assert_eq!(
             ask(&spec, libc::SYS_clone, [NAMESPACES & 0x1000_0000, 0]),
             EPERM
@@ -288,6 +335,33 @@ mod tests {
             ask(&spec, libc::SYS_socket, [libc::AF_VSOCK as u32, 0]),
             EPERM
         );
+    }
+
+    #[test]
+    fn every_number_finds_its_answer_in_trees_of_any_size() {
+        for segment in [1u32, 2, 7, 500] {
+            let verdict = |nr: u32| [EPERM, ALLOW, ENOSYS][(nr / segment) as usize % 3];
+            let all = segments(999, verdict);
+            let program = [head(KILL), tree(&all)].concat();
+            for nr in 0..=999 {
+                assert_eq!(
+                    run(&program, ARCH, nr, [0, 0]),
+                    verdict(nr),
+                    "{segment} {nr}"
+                );
+            }
+            assert_eq!(run(&program, ARCH, u32::MAX, [0, 0]), verdict(999));
+        }
+    }
+
+    #[test]
+    fn programs_are_short_and_an_init_may_do_four_things() {
+        let program = compile(&SeccompSpec::default()).expect("a valid filter");
+        assert!(program.len() < 160, "{}", program.len());
+        let init = for_init();
+        let allowed = |nr: &u32| run(&init, ARCH, *nr, [0, 0]) == ALLOW;
+        assert_eq!((0..u32::from(u16::MAX)).filter(allowed).count(), 4);
+        assert_eq!(run(&init, 1, libc::SYS_wait4 as u32, [0, 0]), KILL);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The runtime's handle on a launcher, a tiny process that clones inits and runs.
 
+use std::cell::RefCell;
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -21,7 +22,7 @@ use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::upper::Upper;
-use crate::wire::{self, Home, Reply, Request};
+use crate::wire::{self, Home, Inbox, Reply, Request};
 use crate::{failpoint, switch};
 
 /// A launcher that is not ready by then is broken; it takes about 2 ms.
@@ -90,6 +91,7 @@ pub fn begin(gate: BorrowedFd<'_>) -> std::io::Result<()> {
 struct Process {
     child: Child,
     socket: OwnedFd,
+    inbox: RefCell<Inbox>,
 }
 
 impl Process {
@@ -110,7 +112,11 @@ impl Process {
             .stdout(Stdio::null())
             .spawn()
             .step("launcher.spawn")?;
-        let process = Self { child, socket };
+        let process = Self {
+            child,
+            socket,
+            inbox: RefCell::default(),
+        };
         let home = Home {
             run_dir: config.run_dir.clone(),
             cgroup: config.cgroup.clone(),
@@ -134,7 +140,8 @@ impl Process {
 
     fn receive(&self, end: Instant) -> Asked<(Reply, Vec<OwnedFd>)> {
         wait_readable(self.socket.as_fd(), end)?;
-        match wire::receive(self.socket.as_fd()) {
+        let mut inbox = self.inbox.borrow_mut();
+        match inbox.receive(self.socket.as_fd()) {
             Ok(Some(message)) => Ok(message),
             Ok(None) => Err(died().into()),
             // The kernel says so, instead of the end, when what we have sent was not taken.

@@ -18,7 +18,7 @@ use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
 use crate::switch;
-use crate::wire::{self, Home, Reply, Request};
+use crate::wire::{self, Home, Inbox, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
 const FILTERS_MAX: usize = 64;
@@ -161,8 +161,10 @@ fn sysfs(own_net: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
 impl Server {
     fn serve(&mut self) -> Result<()> {
         wire::send(self.control.as_fd(), &Reply::Ready, &[]).step("launcher.ready")?;
-        while let Some((request, fds)) =
-            wire::receive::<Request>(self.control.as_fd()).step("launcher.receive")?
+        let mut inbox = Inbox::default();
+        while let Some((request, fds)) = inbox
+            .receive::<Request>(self.control.as_fd())
+            .step("launcher.receive")?
         {
             let (reply, pidfd) = match self.answer(request, fds) {
                 Ok((reply, pidfd)) => (reply, pidfd),

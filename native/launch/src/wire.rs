@@ -106,11 +106,33 @@ fn send_packet(
 pub(crate) fn receive<T: DeserializeOwned>(
     socket: BorrowedFd<'_>,
 ) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
-    let mut buffer = vec![0u8; INLINE_MAX + 1];
+    Inbox::default().receive(socket)
+}
+
+/// Room for messages, made once: a launcher that makes and clears it for each would touch all its pages
+/// again after each clone, and each costs a fault and a copy.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox(Vec<u8>);
+
+impl Inbox {
+    /// As the function.
+    pub(crate) fn receive<T: DeserializeOwned>(
+        &mut self,
+        socket: BorrowedFd<'_>,
+    ) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+        self.0.resize(INLINE_MAX + 1, 0);
+        receive_in(&mut self.0, socket)
+    }
+}
+
+fn receive_in<T: DeserializeOwned>(
+    buffer: &mut [u8],
+    socket: BorrowedFd<'_>,
+) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let got = loop {
-        let parts = &mut [IoSliceMut::new(&mut buffer)];
+        let parts = &mut [IoSliceMut::new(buffer)];
         match recvmsg(socket, parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => {}
             other => break other?,

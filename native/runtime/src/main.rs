@@ -6,6 +6,7 @@ mod fail;
 mod keeper;
 mod kproto;
 mod log;
+mod marks;
 mod proto;
 mod real;
 mod record;

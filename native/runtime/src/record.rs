@@ -1,17 +1,15 @@
-//! `RUN_DIR/ns/sbx/ID`: what is needed to find a sandbox again, and `RUN_DIR/ns/runs/SBX/RUN`: a symbolic link
-//! for every run that was launched and is not forgotten, so that a run whose result was lost with the
-//! keeper is never taken for one that was not launched. It names the run's cgroup and the keeper; as a
-//! link that takes one call.
+//! `RUN_DIR/ns/sbx/ID`: what is needed to find a sandbox again; and the marks of its runs.
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use dsec_launch::upper::Upper;
 use dsec_launch::RunPolicy;
 use serde::{Deserialize, Serialize};
 
+use crate::marks::Marks;
 use crate::util;
 
 /// Raised when a field changes its meaning; new fields have defaults.
@@ -65,36 +63,23 @@ pub struct Record {
     pub ended_ns: u64,
 }
 
-/// A run that may have begun.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mark {
-    pub sandbox: String,
-    pub run: String,
-    pub leaf: String,
-    /// The instance that would have an entry of it, had it begun. Empty: that is not known.
-    pub keeper: String,
-}
-
-/// Between cgroup and keeper in a mark.
-const MARK_KEEPER: char = '@';
-
-/// The directory of records.
+/// The directory of records, and the marks.
 #[derive(Debug, Clone)]
 pub struct Records {
     sbx: PathBuf,
-    runs: PathBuf,
+    pub marks: Arc<Marks>,
 }
 
 impl Records {
     /// The backend must be open: `RUN_DIR/ns` is a file system in memory from then on.
     pub fn open(run_dir: &Path) -> io::Result<Self> {
-        let out = Self {
-            sbx: run_dir.join("ns/sbx"),
-            runs: run_dir.join("ns/runs"),
-        };
-        fs::create_dir_all(&out.sbx)?;
-        fs::create_dir_all(&out.runs)?;
-        Ok(out)
+        let ns = run_dir.join("ns");
+        let sbx = ns.join("sbx");
+        fs::create_dir_all(&sbx)?;
+        Ok(Self {
+            sbx,
+            marks: Arc::new(Marks::open(&ns)?),
+        })
     }
 
     pub fn write(&self, record: &Record) -> io::Result<()> {
@@ -126,59 +111,6 @@ impl Records {
         }
         Ok((good, bad))
     }
-
-    /// Notes that a run is about to be launched in this cgroup, and that this keeper is to let it begin.
-    /// Without a keeper: that it was lost.
-    pub fn mark_run(&self, sandbox: &str, run: &str, leaf: &str, keeper: &str) -> io::Result<()> {
-        let path = self.runs.join(sandbox).join(run);
-        let text = if keeper.is_empty() {
-            leaf.to_owned()
-        } else {
-            format!("{leaf}{MARK_KEEPER}{keeper}")
-        };
-        match symlink(&text, &path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                fs::create_dir_all(self.runs.join(sandbox))?;
-                symlink(&text, &path)
-            }
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                fs::remove_file(&path)?;
-                symlink(&text, &path)
-            }
-            other => other,
-        }
-    }
-
-    pub fn unmark_run(&self, sandbox: &str, run: &str) -> io::Result<()> {
-        ignore_missing(fs::remove_file(self.runs.join(sandbox).join(run)))
-    }
-
-    pub fn unmark_runs(&self, sandbox: &str) -> io::Result<()> {
-        ignore_missing(fs::remove_dir_all(self.runs.join(sandbox)))
-    }
-
-    pub fn marked_runs(&self) -> io::Result<Vec<Mark>> {
-        let mut out = Vec::new();
-        for dir in fs::read_dir(&self.runs)? {
-            let dir = dir?;
-            let sandbox = dir.file_name().to_string_lossy().into_owned();
-            for run in fs::read_dir(dir.path())? {
-                let run = run?;
-                let name = run.file_name().to_string_lossy().into_owned();
-                // Earlier versions made a file, and named the cgroup after the run.
-                let text = fs::read_link(run.path())
-                    .map_or_else(|_| name.clone(), |l| l.to_string_lossy().into_owned());
-                let (leaf, keeper) = text.split_once(MARK_KEEPER).unwrap_or((&text, ""));
-                out.push(Mark {
-                    sandbox: sandbox.clone(),
-                    run: name,
-                    leaf: leaf.to_owned(),
-                    keeper: keeper.to_owned(),
-                });
-            }
-        }
-        Ok(out)
-    }
 }
 
 fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
@@ -193,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_and_marks_are_found_again() {
+    fn records_are_found_again() {
         let dir = std::env::temp_dir().join(format!("dsec-runtime-rec-{}", std::process::id()));
         let records = Records::open(&dir).unwrap();
         let record = Record {
@@ -223,26 +155,6 @@ mod tests {
         let (good, bad) = records.load().unwrap();
         assert_eq!(good, [record]);
         assert_eq!(bad, ["broken"]);
-        records.mark_run("a", "r1", "1", "k").unwrap();
-        let marked = |run: &str, leaf: &str, keeper: &str| Mark {
-            sandbox: "a".to_owned(),
-            run: run.to_owned(),
-            leaf: leaf.to_owned(),
-            keeper: keeper.to_owned(),
-        };
-        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "1", "k")]);
-        records.mark_run("a", "r1", "2", "").unwrap();
-        assert_eq!(records.marked_runs().unwrap(), [marked("r1", "2", "")]);
-        fs::write(dir.join("ns/runs/a/r1.old"), b"").unwrap();
-        assert!(records
-            .marked_runs()
-            .unwrap()
-            .contains(&marked("r1.old", "r1.old", "")));
-        records.unmark_run("a", "r1.old").unwrap();
-        records.unmark_run("a", "r1").unwrap();
-        records.unmark_run("a", "r1").unwrap();
-        records.unmark_runs("a").unwrap();
-        assert!(records.marked_runs().unwrap().is_empty());
         fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -38,6 +38,9 @@ JobDone: TypeAlias = Callable[[Future[None], "Change"], None]
 _GROUP_MAX: Final = 256  # changes in one transaction: bounds how long the event loop is kept
 # Statements between checkpoints: a log of some 16 MiB. Counted, since the file keeps its size when it starts anew.
 _CHECKPOINT_EVERY: Final = 4096
+# The log grows in steps of this. A flush after bytes were appended waits for a commit of the file system's journal, too,
+# which takes several times as long as one after bytes were replaced.
+_LOG_STEP_BYTES: Final = 1 << 20
 _BUSY_MS: Final = 10_000
 
 
@@ -84,6 +87,7 @@ class Store:
         self._flushing: list[Change] = []
         self._jobs: dict[Future[None], tuple[Change, JobDone]] = {}  # with the helper: files to write or to remove
         self._logged = 0
+        self._log_bytes = os.fstat(self._log).st_size  # as far as we made it; sqlite appends when that is used up
         self._checkpointing = False
         self._held = False  # the helper is writing
         self._broken: DsecError | None = None
@@ -235,9 +239,24 @@ class Store:
 
     # Flushing.
 
+    def _grow_log(self) -> None:
+        """Give the log room ahead of what is written: zeros, which to sqlite are no part of it."""
+        size = os.fstat(self._log).st_size
+        if size <= self._log_bytes:
+            return
+        # Nobody else writes to it now: this is the thread that does, and the helper's turn has not come.
+        try:
+            self._log_bytes = size + os.pwrite(self._log, bytes(_LOG_STEP_BYTES), size)
+        except OSError as error:
+            # Only its speed depends on it; a disk that is full is found by the next change that needs room.
+            log.info("the node's log was not given room ahead: %s", error)
+            self._log_bytes = size + _LOG_STEP_BYTES
+
     def _flush(self) -> None:
         if not self._written or self._flushing:
             return
+        if not self._held:
+            self._grow_log()
         self._flushing, self._written = self._written, []
         try:
             self._flusher.start(self._flush_ended)

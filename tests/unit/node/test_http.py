@@ -355,6 +355,42 @@ def test_malformed_requests_end_their_connection_only(serve, data):
     serve(scenario)
 
 
+def test_a_head_goes_with_the_first_bytes_of_its_body():
+    class Wire(asyncio.Transport):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            sent.append(bytes(data))
+
+    sent: list[bytes] = []
+    go_on, head, big = b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 100_000
+    whole = server.WholeResponse(Wire())
+    for data in (go_on, head, b"body", b"more"):
+        whole.write(data)
+    assert sent == [go_on, head + b"body", b"more"]
+    sent.clear()
+    whole = server.WholeResponse(Wire())
+    for data in (head, big):
+        whole.write(data)
+    assert sent == [head, big]
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b"HEAD /v1/health HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"PUT /v1/sandboxes HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 405 "),
+        (
+            b"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n",
+            b"HTTP/1.1 100 ",
+        ),
+    ],
+)
+def test_a_head_without_a_body_does_not_wait_for_one(serve, data, wanted):
+    async def scenario(s: SimServer) -> None:
+        assert (await s.raw(data, until_closed=False)).startswith(wanted)
+
+    serve(scenario)
+
+
 def test_a_body_beyond_the_limit_is_refused(serve, monkeypatch):
     monkeypatch.setattr("dsec.node.http.exchange.REQUEST_MAX_BYTES", 1000)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -194,6 +195,32 @@ def test_the_log_does_not_grow_without_end(tmp_path: Path, monkeypatch):
             await s.commit((PUT, (str(i % 5), "x" * 20_000)))
         assert (tmp_path / "node.db-wal").stat().st_size < 2_000_000
         s.close()
+
+    asyncio.run(main())
+
+
+def test_the_log_has_room_ahead_and_room_is_no_content(tmp_path: Path):
+    async def main() -> None:
+        s = Store(tmp_path / "s")
+        log = tmp_path / "s" / "node.db-wal"
+        await s.commit((PUT, ("k", "0")))
+        room = log.stat().st_size
+        assert room > store._LOG_STEP_BYTES
+        for i in range(50):
+            await s.commit((PUT, ("k", str(i))))
+        assert log.stat().st_size == room
+        for i in range(8):
+            await s.commit((PUT, (str(i), "x" * (store._LOG_STEP_BYTES // 4))))
+        assert log.stat().st_size > room + store._LOG_STEP_BYTES
+        await s.commit((PUT, ("k", "last")))
+        # As after a death: the same files, and nobody closed them.
+        shutil.copytree(tmp_path / "s", tmp_path / "dead", ignore=shutil.ignore_patterns("*-shm"))
+        s.close()
+        again = Store(tmp_path / "dead")
+        assert again.read("SELECT value FROM meta WHERE key = 'k'") == [("last",)]
+        await again.commit((PUT, ("k", "more")))
+        again.close()
+        assert Store(tmp_path / "dead").read("SELECT value FROM meta WHERE key = 'k'") == [("more",)]
 
     asyncio.run(main())
 

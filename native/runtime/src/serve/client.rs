@@ -2,12 +2,13 @@
 //! hurts only itself.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 
 use dsec_launch::plan::Code;
 use dsec_launch::LaunchError;
 use rustix::event::epoll::{self, EventFlags};
-use rustix::net::{SendFlags, SocketFlags};
+use rustix::net::{sendmsg, SendAncillaryBuffer, SendFlags, SocketFlags};
 use serde::Serialize;
 
 use super::{Server, Timer, Token, ACCEPT_REST_NS};
@@ -25,6 +26,8 @@ const OUT_HARD: usize = 64 << 20;
 /// Read at once, and how often before others get their turn.
 const READ_BYTES: usize = 64 << 10;
 const READS: usize = 8;
+/// Frames sent at once.
+const PARTS: usize = 16;
 
 pub struct Client {
     sock: OwnedFd,
@@ -33,6 +36,8 @@ pub struct Client {
     /// How much of the first one is sent.
     sent: usize,
     pub out_bytes: usize,
+    /// The socket took no more: its readiness is waited for.
+    blocked: bool,
     interest: EventFlags,
     pub hello: bool,
     in_flight: usize,
@@ -89,6 +94,7 @@ impl Server {
                 out: VecDeque::new(),
                 sent: 0,
                 out_bytes: 0,
+                blocked: false,
                 interest: EventFlags::IN,
                 hello: false,
                 in_flight: 0,
@@ -112,7 +118,14 @@ impl Server {
     }
 
     fn read_client(&mut self, index: u64) {
-        let mut buf = [0u8; READ_BYTES];
+        // Made once: clearing it for each request would cost more than reading one.
+        let mut buf = std::mem::take(&mut self.read_buffer);
+        buf.resize(READ_BYTES, 0);
+        self.read_into(index, &mut buf);
+        self.read_buffer = buf;
+    }
+
+    fn read_into(&mut self, index: u64, buf: &mut [u8]) {
         for _ in 0..READS {
             let Some(client) = self.clients.get_mut(&index) else {
                 return;
@@ -120,13 +133,17 @@ impl Server {
             if client.out_bytes > OUT_SOFT {
                 break;
             }
-            match rustix::io::read(&client.sock, &mut buf) {
+            let n = match rustix::io::read(&client.sock, &mut *buf) {
                 Ok(0) => return self.drop_client(index, "closed"),
-                Ok(n) => client.splitter.push(&buf[..n]),
+                Ok(n) => n,
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => break,
                 Err(_) => return self.drop_client(index, "broken"),
-            }
+            };
+            client.splitter.push(&buf[..n]);
             self.take_frames(index);
+            if n < buf.len() {
+                break; // there was no more
+            }
         }
         self.take_frames(index);
         self.update_interest(index);
@@ -196,7 +213,8 @@ impl Server {
         }
     }
 
-    /// Queues a frame and sends what the socket takes.
+    /// Queues a frame. It is sent at the end of this turn, together with what else there is by then: a frame
+    /// by itself wakes its reader.
     pub(super) fn push(&mut self, index: u64, frame: Vec<u8>) {
         let Some(client) = self.clients.get_mut(&index) else {
             return;
@@ -206,11 +224,29 @@ impl Server {
         if client.out_bytes > OUT_HARD {
             return self.drop_client(index, "does not read");
         }
-        // With more already waiting the socket is full; its readiness will come.
-        if client.out.len() == 1 && client.write().is_err() {
-            return self.drop_client(index, "broken");
+        // With more already waiting it is in the list, or the socket is full and its readiness will come.
+        if client.out.len() == 1 {
+            self.unsent.push(index);
         }
-        self.update_interest(index);
+    }
+
+    /// Sends what was queued in this turn, as far as the sockets take it.
+    pub(super) fn send_queued(&mut self) {
+        while let Some(index) = self.unsent.pop() {
+            let stuck = self.out_bytes(index).is_some_and(|n| n > OUT_SOFT);
+            if stuck {
+                self.flush_client(index);
+                continue;
+            }
+            let Some(client) = self.clients.get_mut(&index) else {
+                continue;
+            };
+            if client.write().is_err() {
+                self.drop_client(index, "broken");
+            } else {
+                self.update_interest(index);
+            }
+        }
     }
 
     fn flush_client(&mut self, index: u64) {
@@ -238,7 +274,7 @@ impl Server {
         if client.out_bytes <= OUT_SOFT {
             want |= EventFlags::IN;
         }
-        if client.out_bytes > 0 {
+        if client.blocked {
             want |= EventFlags::OUT;
         }
         if want != client.interest {
@@ -268,21 +304,39 @@ impl Server {
 
 impl Client {
     fn write(&mut self) -> Result<(), rustix::io::Errno> {
-        while let Some(first) = self.out.front() {
-            match rustix::net::send(&self.sock, &first[self.sent..], SendFlags::NOSIGNAL) {
-                Ok(n) => {
-                    self.sent += n;
-                    self.out_bytes -= n;
-                    if self.sent == first.len() {
-                        self.sent = 0;
-                        self.out.pop_front();
-                    }
+        while !self.out.is_empty() {
+            let mut parts: [IoSlice<'_>; PARTS] = std::array::from_fn(|_| IoSlice::new(&[]));
+            for (part, frame) in parts.iter_mut().zip(&self.out) {
+                *part = IoSlice::new(frame);
+            }
+            let count = self.out.len().min(PARTS);
+            if let Some(first) = self.out.front() {
+                parts[0] = IoSlice::new(&first[self.sent..]);
+            }
+            let mut none = SendAncillaryBuffer::default();
+            match sendmsg(&self.sock, &parts[..count], &mut none, SendFlags::NOSIGNAL) {
+                Ok(n) => self.has_sent(n),
+                Err(rustix::io::Errno::AGAIN) => {
+                    self.blocked = true;
+                    return Ok(());
                 }
-                Err(rustix::io::Errno::AGAIN) => return Ok(()),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e),
             }
         }
+        self.blocked = false;
         Ok(())
+    }
+
+    fn has_sent(&mut self, n: usize) {
+        self.sent += n;
+        self.out_bytes -= n;
+        while let Some(first) = self.out.front() {
+            if self.sent < first.len() {
+                return;
+            }
+            self.sent -= first.len();
+            self.out.pop_front();
+        }
     }
 }

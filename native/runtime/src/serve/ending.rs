@@ -8,6 +8,7 @@ use rustix::event::epoll::EventFlags;
 
 use super::run::FreeLeaf;
 use super::sandbox::Phase;
+use super::stream::no_writers;
 use super::{Server, Token};
 use crate::backend::Place;
 use crate::kproto::Fallen;
@@ -58,7 +59,7 @@ impl Server {
 
     /// A run's process has ended: what it has said so far is taken, then its disk is looked at if need be.
     pub(super) fn end_run(&mut self, index: u64, ending: Fallen, reap: bool) {
-        self.status_ready(index);
+        self.take_status(index);
         self.take_last_output(index);
         let Some(run) = self.runs.get_mut(&index) else {
             return;
@@ -69,7 +70,8 @@ impl Server {
         if run.done() {
             return self.reap(index, reap);
         }
-        if let Some(timer) = run.timer.take() {
+        let unsettled = run.unsettled.take().map(|u| u.timer);
+        for timer in [run.timer.take(), unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
         if let Some(err) = run.failure.take() {
@@ -167,6 +169,8 @@ impl Server {
             let Some(pipe) = &run.streams[s].pipe else {
                 continue;
             };
+            // Asked in this order: without writers nothing can come between the two questions.
+            let closed = no_writers(pipe.as_fd()).unwrap_or(false);
             let mut left = rustix::io::ioctl_fionread(pipe)
                 .map_or(LAST_BYTES, |n| usize::try_from(n).unwrap_or(LAST_BYTES));
             while left > 0 {
@@ -181,7 +185,7 @@ impl Server {
                 }
             }
             // Most end with their pipes: seen now, that saves a message later.
-            if matches!(self.output_over(index, s), Ok(true)) {
+            if closed && left == 0 {
                 self.close_pipe(index, s);
             }
         }

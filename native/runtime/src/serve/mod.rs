@@ -3,6 +3,7 @@
 mod client;
 mod ending;
 mod killing;
+mod launching;
 mod link;
 mod making;
 mod ops;
@@ -110,6 +111,8 @@ impl Token {
 enum Timer {
     /// A run's time is up.
     Timeout(u64),
+    /// A run is not one of the shortest.
+    Settled(u64),
     /// A sandbox had its time to end by itself.
     Grace(u64),
     /// A follower of an earlier runtime had its time to come back.
@@ -123,7 +126,7 @@ struct Server {
     backend: Arc<dyn Backend>,
     link: Arc<Link>,
     records: Records,
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     listen: OwnedFd,
     results: Results,
     workers: Pool,
@@ -133,6 +136,9 @@ struct Server {
     binary_sha256: Option<String>,
     next_index: u64,
     clients: HashMap<u64, Client>,
+    /// Clients for whom something was queued in this turn.
+    unsent: Vec<u64>,
+    read_buffer: Vec<u8>,
     sandboxes: HashMap<u64, Sandbox>,
     sandbox_ids: HashMap<String, u64>,
     /// Ended sandboxes still known, oldest first.
@@ -178,7 +184,7 @@ pub fn run(options: Options) -> io::Result<()> {
         records: Records::open(&options.run_dir)?,
         backend,
         link: Arc::new(link),
-        epoll: epoll::create(CreateFlags::CLOEXEC)?,
+        epoll: Arc::new(epoll::create(CreateFlags::CLOEXEC)?),
         listen,
         workers: Pool::new("work", WORKERS, &results)?,
         launchers: Pool::new("launch", LAUNCHERS, &results)?,
@@ -188,6 +194,8 @@ pub fn run(options: Options) -> io::Result<()> {
         binary_sha256: None,
         next_index: 1,
         clients: HashMap::new(),
+        unsent: Vec::new(),
+        read_buffer: Vec::new(),
         sandboxes: HashMap::new(),
         sandbox_ids: HashMap::new(),
         ended: std::collections::VecDeque::new(),
@@ -227,6 +235,8 @@ impl Server {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
+            // Also when nobody was woken for them: an event may be about what a job has left.
+            self.finish_jobs();
             for event in &events {
                 if let Some(token) = Token::unpack(event.data) {
                     if !self.event(token, event.flags)? {
@@ -235,10 +245,17 @@ impl Server {
                 }
             }
             self.run_timers();
+            self.send_queued();
             if let Some(last) = self.leave.take() {
                 info!("runtime.end", how = format!("{last:?}"));
                 return self.link.say(&last);
             }
+        }
+    }
+
+    fn finish_jobs(&mut self) {
+        while let Some(finish) = self.results.next() {
+            finish(self);
         }
     }
 
@@ -248,9 +265,8 @@ impl Server {
             Token::Listen => self.accept(),
             Token::Keeper => return self.keeper_speaks(),
             Token::Finished => {
-                for finish in self.results.take() {
-                    finish(self);
-                }
+                self.results.woken();
+                self.finish_jobs();
             }
             Token::Client(i) => self.client_ready(i, flags),
             Token::Init(i) => self.init_ready(i),
@@ -319,6 +335,7 @@ impl Server {
             }
             match entry.remove() {
                 Timer::Timeout(i) => self.timed_out(i),
+                Timer::Settled(i) => self.settle(i),
                 Timer::Grace(i) => self.grace_over(i),
                 Timer::Hold(i) => self.hold_over(i),
                 Timer::Deadline(job) => self.deadline_passed(job),

@@ -261,7 +261,7 @@ impl Server {
     fn forget_request(&mut self, args: &RunArgs) -> Result<(), LaunchError> {
         let name = (args.sandbox.clone(), args.run.clone());
         if self.unknown.remove(&name) {
-            let _ = self.records.unmark_run(&args.sandbox, &args.run);
+            let _ = self.records.marks.unmark(&args.sandbox, &args.run);
             return Ok(());
         }
         let index = self.run_index(args)?;

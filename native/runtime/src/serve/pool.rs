@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -12,7 +13,30 @@ use super::Server;
 
 /// What a job leaves for the event loop.
 pub type Finish = Box<dyn FnOnce(&mut Server) + Send>;
-type Job = Box<dyn FnOnce() -> Finish + Send>;
+type Job = Box<dyn FnOnce() -> Done + Send>;
+
+/// What a job has come to.
+pub struct Done {
+    finish: Finish,
+    /// Whether to wake the event loop, asked when it could see `finish`. None: yes.
+    wake: Option<Arc<AtomicBool>>,
+}
+
+impl Done {
+    /// To be run with whatever the event loop is woken for next, unless it says by then that it waits.
+    pub fn later(finish: Finish, awaited: Arc<AtomicBool>) -> Self {
+        Self {
+            finish,
+            wake: Some(awaited),
+        }
+    }
+}
+
+impl From<Finish> for Done {
+    fn from(finish: Finish) -> Self {
+        Self { finish, wake: None }
+    }
+}
 
 /// Jobs that wait. One job wakes one worker: with a shared channel the others, who wait for the lock
 /// around it, would be woken in turn.
@@ -61,11 +85,20 @@ impl Results {
         self.wake.as_fd()
     }
 
-    /// Everything finished so far.
-    pub fn take(&self) -> Vec<Finish> {
+    /// Wakes the event loop, in its next turn.
+    pub fn wake(&self) {
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Takes back the wake-up.
+    pub fn woken(&self) {
         let mut count = [0u8; 8];
         let _ = rustix::io::read(&*self.wake, &mut count);
-        self.receiver.try_iter().collect()
+    }
+
+    /// What has been finished.
+    pub fn next(&self) -> Option<Finish> {
+        self.receiver.try_recv().ok()
     }
 }
 
@@ -80,10 +113,16 @@ impl Pool {
                 .stack_size(STACK)
                 .spawn(move || loop {
                     let job = queue.take();
-                    if sender.send(job()).is_err() {
+                    let done = job();
+                    if sender.send(done.finish).is_err() {
                         return;
                     }
-                    let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
+                    if done
+                        .wake
+                        .map_or(true, |awaited| awaited.load(Ordering::SeqCst))
+                    {
+                        let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
+                    }
                 })?;
         }
         Ok(Self { queue })
@@ -91,6 +130,11 @@ impl Pool {
 
     /// Never waits. The queue is bounded by the clients' requests in flight.
     pub fn run(&self, job: impl FnOnce() -> Finish + Send + 'static) {
+        self.run_done(|| job().into());
+    }
+
+    /// As `run`, for a job that says whether the event loop is to be woken.
+    pub fn run_done(&self, job: impl FnOnce() -> Done + Send + 'static) {
         let mut jobs = self
             .queue
             .jobs

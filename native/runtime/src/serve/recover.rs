@@ -213,6 +213,7 @@ impl Server {
             // A result that was on its way may not have arrived.
             delivered: false,
             timer: None,
+            unsettled: None,
             hold: meta.streamed && meta.outcome.is_none(),
             emptied: None,
             failure: None,
@@ -245,7 +246,7 @@ impl Server {
             }
             return self.remove_run(index);
         }
-        if let Err(e) = self.watch_run(index) {
+        if let Err(e) = self.watch_run(index, true) {
             warning!("recover.watch", error = e);
         }
         if done {
@@ -280,7 +281,7 @@ impl Server {
     /// or the keeper that knew it is gone.
     fn recover_marks(&mut self, broken: &HashMap<String, u64>) -> io::Result<()> {
         let used = self.used_leaves();
-        for mark in self.records.marked_runs()? {
+        for mark in self.records.marks.all()? {
             let (name, leaf) = ((mark.sandbox, mark.run), mark.leaf);
             if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
                 continue;
@@ -292,7 +293,7 @@ impl Server {
                 .filter(|s| s.phase != Phase::Ended)
                 .map(|s| s.place.clone());
             let Some(place) = place else {
-                let _ = self.records.unmark_run(&name.0, &name.1);
+                let _ = self.records.marks.unmark(&name.0, &name.1);
                 continue;
             };
             // The mark of a lost run may be old, and its cgroup another's by now.
@@ -303,7 +304,7 @@ impl Server {
             let certain = !mark.keeper.is_empty() && mark.keeper == self.gatekeeper();
             if certain && !broken.contains_key(&run::key(&name.0, &name.1)) {
                 info!("recover.not_begun", sandbox = name.0, run = name.1);
-                let _ = self.records.unmark_run(&name.0, &name.1);
+                let _ = self.records.marks.unmark(&name.0, &name.1);
                 continue;
             }
             info!("recover.unknown", sandbox = name.0, run = name.1);

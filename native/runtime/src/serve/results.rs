@@ -109,7 +109,7 @@ impl Server {
 
     /// On disk too a run is now one of which nothing is known.
     pub(super) fn mark_lost(&self, (sandbox, run): &(String, String), leaf: &str) {
-        if let Err(e) = self.records.mark_run(sandbox, run, leaf, "") {
+        if let Err(e) = self.records.marks.mark(sandbox, run, leaf, "") {
             warning!("run.mark", run = run, error = e);
         }
     }
@@ -120,7 +120,7 @@ impl Server {
             let name = (run.sandbox_id.clone(), run.id.clone());
             run.meta.forgotten = true;
             self.run_ids.remove(&name);
-            let _ = self.records.unmark_run(&name.0, &name.1);
+            let _ = self.records.marks.unmark(&name.0, &name.1);
             if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
                 s.runs.remove(&name.1);
             }
@@ -152,7 +152,7 @@ impl Server {
     /// Drops a run here, in the keeper and on disk.
     pub(super) fn remove_run(&mut self, index: u64) {
         if let Some(run) = self.runs.get(&index) {
-            let _ = self.records.unmark_run(&run.sandbox_id, &run.id);
+            let _ = self.records.marks.unmark(&run.sandbox_id, &run.id);
         }
         self.remove_entry(index);
     }
@@ -171,7 +171,8 @@ impl Server {
                 s.runs.remove(&run.id);
             }
         }
-        if let Some(timer) = run.timer {
+        let unsettled = run.unsettled.as_ref().map(|u| u.timer);
+        for timer in [run.timer, unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
         for stream in &run.streams {

@@ -1,6 +1,7 @@
 //! A run and what of it is in the keeper.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
 
 use dsec_launch::cgroup::RunUsage;
@@ -120,6 +121,15 @@ pub struct FreeLeaf {
     pub used: RunUsage,
 }
 
+/// A run that is only just being started: of its descriptors none but the pidfd is watched, and the event
+/// loop is not woken to hear that it was launched.
+pub struct Unsettled {
+    /// When that ends.
+    pub timer: (u64, u64),
+    /// Set when it ends before the launch does.
+    pub awaited: Arc<AtomicBool>,
+}
+
 pub struct Run {
     pub sandbox: u64,
     pub sandbox_id: String,
@@ -141,6 +151,7 @@ pub struct Run {
     pub readers: Vec<Reader>,
     pub delivered: bool,
     pub timer: Option<(u64, u64)>,
+    pub unsettled: Option<Unsettled>,
     /// The pipes are left alone until a follower of an earlier runtime is back, or its time is up.
     pub hold: bool,
     /// Watches an ended run's cgroup until its last process is gone.

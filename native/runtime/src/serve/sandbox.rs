@@ -529,7 +529,7 @@ impl Server {
             }
             self.forget(run);
         }
-        let _ = self.records.unmark_runs(&id);
+        let _ = self.records.marks.unmark_all(&id);
         self.unknown.retain(|(sandbox, _)| *sandbox != id);
         if let Err(e) = self.link.del(&init_key(&id), 1) {
             warning!("keeper.del", error = e);

@@ -2,50 +2,33 @@
 //! only then the program begins.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
-use dsec_launch::cgroup::RunUsage;
-use dsec_launch::launcher::{begin, Entered};
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::{LaunchError, RunPlan};
-use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
-use super::link::Link;
+use super::launching::{Copies, Launch, Launched, Pipes, Stdio, TakenLeaf};
+use super::pool::{Done, Finish};
 use super::results::gone;
-use super::run::{self, Feed, FreeLeaf, Meta, Reader, Run, Stream};
+use super::run::{self, Feed, Meta, Reader, Run, Stream, Unsettled};
 use super::sandbox::Phase;
 use super::{Server, Timer, Token};
-use crate::backend::{Leaf, Place};
-use crate::kproto::Put;
+use crate::backend::Place;
 use crate::proto::{self, Follow, Id, Nothing};
-use crate::record::Records;
-use crate::{fail, info, util};
+use crate::{info, util};
 
-/// How long a killed process may take to go.
-const UNDO_WAIT: Timespec = Timespec {
-    tv_sec: 5,
-    tv_nsec: 0,
-};
 /// What a pipe takes at once.
 const PIPE_BYTES: usize = 64 << 10;
-
-/// The child's ends.
-struct Stdio {
-    stdin: OwnedFd,
-    stdout: OwnedFd,
-    stderr: OwnedFd,
-}
-
-/// Our ends.
-struct Pipes {
-    out: [Arc<OwnedFd>; 2],
-    feed: Option<Feed>,
-}
+/// Most programs of a tool loop have ended by then, and what they said waits in their pipes: before that
+/// neither the output nor the success of the exec of a run that nobody follows is waited for. Each would
+/// wake the event loop, and the second its client, once more for every run. A program that fills its pipe
+/// sooner waits so long, once.
+const SETTLED_NS: u64 = 5_000_000;
 
 impl Server {
     /// `run.start`.
@@ -155,6 +138,7 @@ impl Server {
             readers: Vec::new(),
             delivered: false,
             timer: None,
+            unsettled: None,
             hold: false,
             emptied: None,
             failure: None,
@@ -200,7 +184,9 @@ impl Server {
         };
         let (link, meta) = (Arc::clone(&self.link), run.meta.clone());
         let (records, keeper) = (self.records.clone(), self.gatekeeper().to_owned());
-        self.launchers.run(move || {
+        let epoll = Arc::clone(&self.epoll);
+        let awaited = self.unsettle(index);
+        self.launchers.run_done(move || {
             let launch = Launch {
                 plan: &plan,
                 stdio: &stdio,
@@ -211,9 +197,32 @@ impl Server {
                 records: &records,
                 keeper: &keeper,
             };
-            let done = launch.carry_out(leaf, meta);
-            Box::new(move |server: &mut Server| server.launched(index, done))
+            let mut done = launch.carry_out(leaf, meta);
+            if let Ok(launched) = &mut done {
+                launched.watch(index, &epoll);
+            }
+            let watched = done.as_ref().is_ok_and(|launched| launched.watched);
+            let finish: Finish = Box::new(move |server| server.launched(index, done));
+            match awaited {
+                Some(awaited) if watched => Done::later(finish, awaited),
+                _ => finish.into(),
+            }
         });
+    }
+
+    /// Nothing but its end is waited for at first, unless somebody reads along. The timer is set before the
+    /// launch: whatever comes of that, the event loop looks at the run soon.
+    fn unsettle(&mut self, index: u64) -> Option<Arc<AtomicBool>> {
+        if self.runs.get(&index)?.meta.streamed {
+            return None;
+        }
+        let timer = self.at(util::monotonic_ns() + SETTLED_NS, Timer::Settled(index));
+        let awaited = Arc::new(AtomicBool::new(false));
+        self.runs.get_mut(&index)?.unsettled = Some(Unsettled {
+            timer,
+            awaited: Arc::clone(&awaited),
+        });
+        Some(awaited)
     }
 
     fn launched(&mut self, index: u64, done: Result<Launched, LaunchError>) {
@@ -224,6 +233,7 @@ impl Server {
         let Some(run) = self.runs.get_mut(&index) else {
             // Forgotten while it was being launched.
             let _ = done.leaf.kill();
+            self.unwatch(done.process.pidfd.as_fd());
             return;
         };
         let kill = run.meta.marked;
@@ -247,7 +257,7 @@ impl Server {
             .sandboxes
             .get(&run.sandbox)
             .map_or(true, |s| s.phase != Phase::Running);
-        if let Err(err) = self.watch_run(index) {
+        if let Err(err) = self.watch_run(index, !done.watched) {
             info!("run.watch", error = err);
         }
         if stale {
@@ -258,15 +268,16 @@ impl Server {
         }
     }
 
-    /// Watches everything of a run that is there.
-    pub(super) fn watch_run(&mut self, index: u64) -> io::Result<()> {
+    /// Watches everything of a run that is there; its process if that was not done before.
+    pub(super) fn watch_run(&mut self, index: u64, process: bool) -> io::Result<()> {
         let Some(run) = self.runs.get(&index) else {
             return Ok(());
         };
-        if let Some(fd) = &run.status {
+        if let (Some(fd), None) = (&run.status, &run.unsettled) {
             self.watch(fd.as_fd(), Token::Status(index), EventFlags::IN)?;
         }
-        if let (Some(fd), false, false) = (&run.pidfd, run.adopted, run.done()) {
+        let process = process && !run.adopted && !run.done();
+        if let Some(fd) = run.pidfd.as_ref().filter(|_| process) {
             self.watch(fd.as_fd(), Token::Process(index), EventFlags::IN)?;
         }
         if let Some(feed) = &run.feed {
@@ -276,27 +287,59 @@ impl Server {
         Ok(())
     }
 
+    /// From now on everything of a run is waited for.
+    pub(super) fn settle(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(unsettled) = run.unsettled.take() else {
+            return;
+        };
+        self.timers.remove(&unsettled.timer);
+        if run.pid.is_none() {
+            // The launch wakes us from now on, or has ended and did not.
+            unsettled.awaited.store(true, Ordering::SeqCst);
+            return self.results.wake();
+        }
+        if let Some(Err(e)) = self.runs.get(&index).and_then(|run| {
+            let fd = run.status.as_ref()?.as_fd();
+            Some(self.watch(fd, Token::Status(index), EventFlags::IN))
+        }) {
+            info!("run.watch", error = e);
+        }
+        self.watch_output(index);
+    }
+
     /// The exec of a run has succeeded or failed.
     pub(super) fn status_ready(&mut self, index: u64) {
+        self.take_status(index);
+        if self
+            .runs
+            .get(&index)
+            .is_some_and(|run| run.failure.is_none())
+        {
+            self.pump(index);
+        }
+    }
+
+    /// What the exec of a run came to. Who waits for it is told later.
+    pub(super) fn take_status(&mut self, index: u64) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         let Some(status) = run.status.take() else {
             return;
         };
-        self.unwatch(status.as_fd());
+        if run.unsettled.is_none() {
+            self.unwatch(status.as_fd());
+        }
         let failure = dsec_launch::launcher::read_status(status.as_fd());
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         run.exec_done = true;
-        match failure {
-            Some(err) => {
-                // Said when the process has been reaped: nothing of it is left then.
-                run.failure = Some(err);
-            }
-            None => self.pump(index),
-        }
+        // Said when the process has been reaped: nothing of it is left then.
+        run.failure = failure;
     }
 
     /// Nothing runs: whoever waits is told, and the id is free again.
@@ -364,169 +407,8 @@ impl Server {
             run.meta.streamed = true;
             self.keep_meta(index);
         }
+        self.settle(index);
     }
-}
-
-/// The cgroup of a run to be.
-enum TakenLeaf {
-    New(String),
-    Free(FreeLeaf),
-}
-
-impl TakenLeaf {
-    fn name(&self) -> &str {
-        match self {
-            Self::New(name) => name,
-            Self::Free(free) => &free.name,
-        }
-    }
-}
-
-/// Our ends of the pipes once more, for the message to the keeper.
-struct Copies {
-    out: [Arc<OwnedFd>; 2],
-    feed: Option<Feed>,
-}
-
-impl Copies {
-    fn of(pipes: &Pipes) -> Self {
-        Self {
-            out: pipes.out.clone(),
-            feed: pipes.feed.clone(),
-        }
-    }
-}
-
-/// What there is of it once its gate is out of our hands.
-struct Process {
-    pid: i32,
-    pidfd: OwnedFd,
-    status: OwnedFd,
-}
-
-struct Launched {
-    process: Process,
-    leaf: Arc<dyn Leaf>,
-    meta: Meta,
-}
-
-/// All that a worker needs.
-struct Launch<'a> {
-    plan: &'a RunPlan,
-    stdio: &'a Stdio,
-    copies: &'a Copies,
-    place: &'a dyn Place,
-    init: BorrowedFd<'a>,
-    link: &'a Link,
-    records: &'a Records,
-    keeper: &'a str,
-}
-
-impl Launch<'_> {
-    /// Marks the run, makes the cgroup if need be, starts the program, and tells the keeper all about it
-    /// at once. The program begins when the keeper has it, by the keeper's hand: so a run that the keeper
-    /// knows has begun, one that it does not know has not, and what is between dies with the runtime.
-    /// The mark is for the day when the keeper is gone too.
-    fn carry_out(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Launched, LaunchError> {
-        self.records
-            .mark_run(&self.plan.sandbox, &self.plan.run, leaf.name(), self.keeper)
-            .step("run.mark")?;
-        fail::at("run.marked")?;
-        let memory = self.plan.memory_cgroup;
-        let (leaf, before) = match leaf {
-            TakenLeaf::Free(free) => (free.leaf, free.used),
-            TakenLeaf::New(name) => {
-                let leaf = self.place.create_leaf(&name, memory)?;
-                // Its own counters are new; the memory group may be the whole sandbox's.
-                let before = if memory {
-                    RunUsage::default()
-                } else {
-                    leaf.usage().unwrap_or_default()
-                };
-                (leaf, before)
-            }
-        };
-        meta.base_oom = before.oom_kills;
-        meta.base_user_us = before.user_us;
-        meta.base_system_us = before.system_us;
-        meta.base_pids = leaf.pids_max_events();
-        let fds = [
-            self.stdio.stdin.as_fd(),
-            self.stdio.stdout.as_fd(),
-            self.stdio.stderr.as_fd(),
-        ];
-        let entered = match self.place.enter(self.plan, fds, &*leaf, self.init) {
-            Ok(entered) => entered,
-            Err(err) => {
-                let _ = leaf.kill();
-                let _ = leaf.remove();
-                return Err(err);
-            }
-        };
-        let Entered {
-            pid,
-            pidfd,
-            status,
-            gate,
-        } = entered;
-        let process = Process { pid, pidfd, status };
-        match self.keep(&meta, &process, gate) {
-            Ok(()) => Ok(Launched {
-                process,
-                leaf,
-                meta,
-            }),
-            Err(err) => {
-                undo(&*leaf, &process);
-                Err(err)
-            }
-        }
-    }
-
-    /// Our copy of the gate goes with the end of this: a keeper that cannot take the run leaves it shut.
-    fn keep(&self, meta: &Meta, process: &Process, gate: OwnedFd) -> Result<(), LaunchError> {
-        fail::at("run.cloned")?;
-        let names = [run::PIPES[0], run::PIPES[1], run::STATUS, run::PIDFD];
-        let [out, err] = &self.copies.out;
-        let mut fds = vec![
-            out.as_fd(),
-            err.as_fd(),
-            process.status.as_fd(),
-            process.pidfd.as_fd(),
-        ];
-        let mut add: Vec<String> = names.map(str::to_owned).into();
-        if let Some(feed) = &self.copies.feed {
-            add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
-            fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);
-        }
-        let opens = self.link.opens_gates();
-        if opens {
-            add.push(run::GATE.to_owned());
-            fds.push(gate.as_fd());
-        }
-        let put = Put {
-            key: run::key(&self.plan.sandbox, &self.plan.run),
-            meta: Some(run::encode(meta)),
-            pid: Some(process.pid),
-            add,
-            close: Vec::new(),
-        };
-        self.link.put(put, &fds).step("run.put_pid")?;
-        if !opens {
-            begin(gate.as_fd()).step("run.begin")?;
-        }
-        fail::at("run.put_pid")
-    }
-}
-
-/// Ends and collects a process that was started but could not be noted.
-fn undo(leaf: &dyn Leaf, process: &Process) {
-    let _ = leaf.kill();
-    let _ = rustix::process::pidfd_send_signal(&process.pidfd, rustix::process::Signal::KILL);
-    let mut poll = [PollFd::new(&process.pidfd, PollFlags::IN)];
-    let _ = rustix::event::poll(&mut poll, Some(&UNDO_WAIT));
-    let _ = wait_child(Who::PidFd(process.pidfd.as_fd()), true);
-    let _ = leaf.remove();
 }
 
 pub(super) fn unknown(run: &str) -> LaunchError {

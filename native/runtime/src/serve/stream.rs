@@ -42,7 +42,7 @@ impl Server {
                 return;
             };
             // Nothing is read before the launch has told the keeper, and everything after the end.
-            let want = run.pid.is_some() && (run.done() || !run.lags(s));
+            let want = run.pid.is_some() && run.unsettled.is_none() && (run.done() || !run.lags(s));
             let stream = &mut run.streams[s];
             let Some(pipe) = &stream.pipe else { continue };
             if want == stream.watched {
@@ -133,16 +133,6 @@ impl Server {
         fail::pass("run.spliced");
         run.give_back(s);
         Ok(n)
-    }
-
-    /// Whether the pipe is empty for good.
-    pub(super) fn output_over(&self, index: u64, s: usize) -> io::Result<bool> {
-        let pipe = self
-            .runs
-            .get(&index)
-            .and_then(|r| r.streams[s].pipe.as_ref());
-        let Some(pipe) = pipe else { return Ok(false) };
-        Ok(no_writers(pipe.as_fd())? && rustix::io::ioctl_fionread(pipe)? == 0)
     }
 
     /// The pipe has no writers any more, here and in the keeper.
@@ -479,7 +469,7 @@ fn read_at(file: BorrowedFd<'_>, mut from: u64, len: usize) -> Option<Vec<u8>> {
     Some(out)
 }
 
-fn no_writers(pipe: BorrowedFd<'_>) -> io::Result<bool> {
+pub(super) fn no_writers(pipe: BorrowedFd<'_>) -> io::Result<bool> {
     let mut poll = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
     let zero = Timespec {
         tv_sec: 0,

@@ -8,7 +8,7 @@ import socket
 import ssl
 import stat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 from uvicorn.config import Config
@@ -28,7 +28,43 @@ KEEP_ALIVE_S: Final = 300
 CONNECTIONS_MAX: Final = 8192
 BACKLOG: Final = 2048
 _SWEEP_S: Final = 5.0
+_CONTINUE: Final = b"HTTP/1.1 100 "
+# Longer bodies are not worth a copy.
+_JOIN_MAX_BYTES: Final = 64 * KIB
 _DRAIN_S: Final = 5.0
+
+
+class WholeResponse:
+    """What a response is written to: sends its head with the first bytes of its body, not by itself.
+
+    The head alone, which the server below writes by itself, would wake the client for nothing.
+    """
+
+    __slots__ = ("_head", "_sent", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._sent = False
+
+    def write(self, data: bytes) -> None:
+        if self._sent or data.startswith(_CONTINUE):
+            self._transport.write(data)
+        elif self._head is None:
+            self._head = data
+        else:
+            self._sent = True
+            if len(data) > _JOIN_MAX_BYTES:
+                self._transport.write(self._head)
+                self._transport.write(data)
+            else:
+                self._transport.write(self._head + data)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class NodeProtocol(HttpToolsProtocol):
@@ -72,7 +108,11 @@ class NodeProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        before = self.cycle
         super().on_headers_complete()
+        # A response to HEAD has no body to go with.
+        if self.cycle is not before and self.scope["method"] != "HEAD":
+            self.cycle.transport = cast(asyncio.Transport, WholeResponse(self.transport))
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
