@@ -38,8 +38,8 @@ JobDone: TypeAlias = Callable[[Future[None], "Change"], None]
 _GROUP_MAX: Final = 256  # changes in one transaction: bounds how long the event loop is kept
 # Statements between checkpoints: a log of some 16 MiB. Counted, since the file keeps its size when it starts anew.
 _CHECKPOINT_EVERY: Final = 4096
-# The log grows in steps of this. A flush after bytes were appended waits for a commit of the file system's journal, too,
-# which takes several times as long as one after bytes were replaced.
+# The log grows in steps of this. A flush after bytes were appended waits for a commit of the file system's journal as
+# well, and takes several times as long as one after bytes were replaced.
 _LOG_STEP_BYTES: Final = 1 << 20
 _BUSY_MS: Final = 10_000
 
