@@ -135,7 +135,7 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
         "{}",
         String::from_utf8_lossy(&done.stderr)
     );
-    for part in ["erofs: Some(", "overlay: Some(", "Tmpfs"] {
+    for part in ["erofs: Some(", "overlay: Some(", "Ext4"] {
         assert!(text.contains(part), "{part}: {text}");
     }
     assert_eq!(before, Inventory::take(&node));
@@ -206,6 +206,10 @@ fn hundreds_of_sandboxes_leave_nothing() {
 #[test]
 fn quota_groups_of_removed_uppers_go() {
     require!();
+    if !kit::has(UpperKind::Btrfs) {
+        println!("skipped: no simple quotas of btrfs here");
+        return;
+    }
     let node = Node::new();
     let mut wish = plan("a");
     wish.upper.kind = UpperKind::Btrfs;
