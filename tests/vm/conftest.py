@@ -17,13 +17,24 @@ def disk() -> Iterator[Path]:
         yield made
 
 
+def _asked(items: list[pytest.Item]) -> dict[str, list[str]]:
+    """Guests and their lanes, by the tests that were chosen: `-k contract` runs that lane only."""
+    calls = [
+        item.callspec.params for item in items if isinstance(item, pytest.Function) and "runs" in item.fixturenames
+    ]
+    return {
+        series: [lane for lane in lanes.LANES if {"series": series, "lane": lane} in calls]
+        for series in image.KERNELS
+        if any(call["series"] == series for call in calls)
+    }
+
+
 @pytest.fixture(scope="session")
-def runs(disk: Path) -> Iterator[dict[str, lanes.GuestRun]]:
+def runs(request: pytest.FixtureRequest, disk: Path) -> Iterator[dict[str, lanes.GuestRun]]:
     # Made one after the other: two builds or two boots at once would only be slower on two cores.
-    for series in image.KERNELS:
+    for series in _asked(request.session.items):
         machine.snapshot(series)
-    names = [lane for lane in lanes.LANES if lane == "native" or payload.has_tests(lane)]
-    started = {series: lanes.GuestRun(series, disk, names) for series in image.KERNELS}
+    started = {series: lanes.GuestRun(series, disk, names) for series, names in _asked(request.session.items).items()}
     yield started
     for run in started.values():
         run.join()

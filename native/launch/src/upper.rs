@@ -28,6 +28,17 @@ const BTRFS_AT: &str = "/upper-btrfs";
 const PROJECT_AT: &str = "/upper-project";
 const MOUNTS_AT: &str = "/uppers";
 
+/// Before 6.7 the kernel knows only quota groups, which are not exact.
+fn no_quota(error: io::Error) -> LaunchError {
+    match error.raw_os_error() {
+        Some(libc::EINVAL | libc::ENOTTY) => LaunchError::unsupported(
+            "upper.btrfs",
+            "this kernel has no simple quotas of btrfs (they came with 6.7)",
+        ),
+        _ => LaunchError::step("upper.quota", &error),
+    }
+}
+
 /// A writable part: enough to find and remove it after a restart.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Upper {
@@ -275,7 +286,7 @@ impl Uppers {
             fs::rename(&half, &image).step("upper.rename")?;
         }
         let mounted = mount_btrfs_image(&image)?;
-        btrfs::enable_simple_quota(readable(&mounted)?.as_fd()).step("upper.quota")?;
+        btrfs::enable_simple_quota(readable(&mounted)?.as_fd()).map_err(no_quota)?;
         self.pinned.mkdir(BTRFS_AT).step("upper.mkdir")?;
         self.drop_orphans(&readable(&mounted)?)?;
         self.pinned

@@ -142,7 +142,7 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
         "{}",
         String::from_utf8_lossy(&done.stderr)
     );
-    for part in ["erofs: Some(", "overlay: Some(", "Tmpfs"] {
+    for part in ["erofs: Some(", "overlay: Some(", "Ext4"] {
         assert!(text.contains(part), "{part}: {text}");
     }
     assert_eq!(before, Inventory::take(&node));
@@ -311,6 +311,10 @@ fn groups_of_v1_serve_again_with_the_limits_of_the_next() {
 #[test]
 fn quota_groups_of_removed_uppers_go() {
     require!();
+    if !kit::has(UpperKind::Btrfs) {
+        println!("skipped: no simple quotas of btrfs here");
+        return;
+    }
     let node = Node::new();
     let mut wish = plan("a");
     wish.upper.kind = UpperKind::Btrfs;

@@ -7,9 +7,12 @@ for an overlay.
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
+import py_compile
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,13 +28,19 @@ from tests.kit.vm.machine import PAYLOAD_BYTES
 TREE = ("src", "tests", "docs", "pyproject.toml", "README.md", "scripts")
 MOUNT = "/srv/dsec"
 BIN = "native/bin"
+# Puts what the native tests know by its path on the host where they look for it.
+PREPARE = f"{BIN}/prepare"
+PROGRAMS = f"{BIN}/programs"
 CACHED = ("bin", "layers")
-# Byte code goes where it can be written and lasts for the run: compiling is slow under emulation.
 ENVIRONMENT = {
     "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
-    "PYTHONPYCACHEPREFIX": "/var/tmp/pycache",
+    # What pytest finds installed it imports, whether a test wants it or not: half a minute under emulation.
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "pytest_timeout",
     "DSEC_RUNTIME_BIN": f"{MOUNT}/{BIN}/dsec-runtime",
     "DSEC_CACHE": "/var/cache/dsec",
+    # Slow: what the kernel does not decide is left out.
+    "DSEC_GUEST": "1",
     # A guest that cannot run a lane has failed it.
     "DSEC_REQUIRE": "contract,root,security",
     "PATH": f"{MOUNT}/{BIN}:/{SITE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -58,18 +67,23 @@ def _stage_cache(target: Path) -> None:
             shutil.copytree(source, target / name, symlinks=True)
 
 
-def native_tests() -> list[NativeTest]:
-    """The workspace's test executables, built now: they are static, so they run in the guest as here."""
-    lines = _cargo("test", "--no-run").splitlines()
-    tests = []
-    for line in lines:
+def native_tests() -> tuple[list[NativeTest], list[Path]]:
+    """The workspace's test executables and the programs they start, built now.
+
+    They are static, so they run in the guest as here.
+    """
+    tests, programs = [], []
+    for line in _cargo("test", "--no-run").splitlines():
         message = json.loads(line)
-        if message.get("reason") != "compiler-artifact" or not message["profile"]["test"]:
+        if message.get("reason") != "compiler-artifact" or not message.get("executable"):
             continue
-        if message.get("executable"):
+        executable = Path(message["executable"])
+        if message["profile"]["test"]:
             crate = Path(message["manifest_path"]).parent.name
-            tests.append(NativeTest(crate, message["target"]["name"], Path(message["executable"])))
-    return sorted(tests, key=lambda test: test.name)
+            tests.append(NativeTest(crate, message["target"]["name"], executable))
+        else:
+            programs.append(executable)
+    return sorted(tests, key=lambda test: test.name), programs
 
 
 def runtime_binary() -> Path:
@@ -91,10 +105,6 @@ def _cargo(*arguments: str) -> str:
     return done.stdout
 
 
-def has_tests(lane: str) -> bool:
-    return any((REPOSITORY / "tests" / lane).rglob("test_*.py"))
-
-
 @contextlib.contextmanager
 def disk(*, native: bool = True) -> Iterator[Path]:
     """An ext4 image of the payload, readable for QEMU, gone afterwards."""
@@ -112,6 +122,34 @@ def disk(*, native: bool = True) -> Iterator[Path]:
         yield image
 
 
+def _compile(tree: Path) -> None:
+    """Byte code for the guest's Python, made here: compiling takes a minute under emulation.
+
+    Where this Python has another version it is of no use, and the guest compiles by itself.
+    """
+    compileall.compile_dir(
+        tree, quiet=1, stripdir=os.fspath(tree), prependdir=MOUNT,
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )  # fmt: skip
+
+
+def _stage_tests(tree: Path) -> None:
+    tests, programs = native_tests()
+    for test in tests:
+        shutil.copy2(test.executable, tree / BIN / "tests" / test.name)
+    lines = ["#!/bin/sh", "set -e"]
+    (tree / PROGRAMS).mkdir()
+    for program in programs:
+        shutil.copy2(program, tree / PROGRAMS / program.name)
+        # cargo's directory for the files of tests: target/tmp, beside the profile's or above the target's.
+        scratch = {program.parents[1] / "tmp", program.parents[2] / "tmp"}
+        lines += [shlex.join(["mkdir", "-p", *map(os.fspath, [program.parent, *sorted(scratch)])])]
+        lines += [shlex.join(["ln", "-sf", f"{MOUNT}/{PROGRAMS}/{program.name}", os.fspath(program)])]
+    script = tree / PREPARE
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+
+
 def _stage(tree: Path, native: bool) -> None:
     tree.mkdir()
     for name in TREE:
@@ -120,11 +158,11 @@ def _stage(tree: Path, native: bool) -> None:
             shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         elif source.exists():
             shutil.copy2(source, tree / name)
+    _compile(tree)
     if native:
         (tree / BIN / "tests").mkdir(parents=True)
         shutil.copy2(runtime_binary(), tree / BIN / "dsec-runtime")
-        for test in native_tests():
-            shutil.copy2(test.executable, tree / BIN / "tests" / test.name)
+        _stage_tests(tree)
     _stage_cache(tree / "cache")
     for path in os.environ.get("DSEC_GUEST_EXTRA", "").split(":"):
         if path:

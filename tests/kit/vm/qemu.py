@@ -174,6 +174,14 @@ class Qemu:
                 raise QemuError(f"{verb}: {status}; {self.log_tail()}")
             time.sleep(0.01)
 
+    def cpu_seconds(self) -> float:
+        """What this QEMU has used; nothing when it has ended."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def quit(self) -> None:
         """Ends QEMU in order, so that its disks are complete."""
         self.qmp.execute("quit")

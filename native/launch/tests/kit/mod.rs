@@ -23,7 +23,12 @@ use serde_bytes::ByteBuf;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_dsec-launch-debug");
 pub const MIB: u64 = 1 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long a program that hangs is waited for; a guest of the vm lane may be twenty times slower.
+fn patience() -> Duration {
+    let guest = std::env::var_os("DSEC_GUEST").is_some_and(|value| !value.is_empty());
+    Duration::from_secs(if guest { 240 } else { 60 })
+}
 
 static NEXT: AtomicU32 = AtomicU32::new(1);
 
@@ -247,6 +252,31 @@ impl Drop for Node {
     }
 }
 
+/// Whether this kernel has a kind of upper, by the probe; tried once.
+pub fn has(kind: UpperKind) -> bool {
+    static KINDS: OnceLock<String> = OnceLock::new();
+    let kinds = KINDS.get_or_init(|| {
+        let home = std::env::temp_dir().join(format!("dsec-launch-{}-probe", std::process::id()));
+        fs::create_dir_all(&home).expect("a directory");
+        let mut probe = Command::new(BINARY);
+        let done = probe.arg("probe").arg(&home).arg(&home).output();
+        let text = String::from_utf8_lossy(&done.expect("the probe").stdout).into_owned();
+        let _ = fs::remove_dir_all(&home);
+        let list = text.split("upper: [").nth(1).expect("kinds of uppers");
+        list.split(']').next().expect("its end").to_owned()
+    });
+    kinds.contains(&format!("{kind:?}"))
+}
+
+/// The quickest upper to make. Before 6.3 tmpfs cannot be idmapped.
+fn light() -> UpperKind {
+    if has(UpperKind::Tmpfs) {
+        UpperKind::Tmpfs
+    } else {
+        UpperKind::Auto
+    }
+}
+
 pub fn plan(id: &str) -> SandboxPlan {
     let files = [
         ("/etc/hosts", "127.0.0.1 localhost\n"),
@@ -258,7 +288,7 @@ pub fn plan(id: &str) -> SandboxPlan {
         hostname: "box".to_owned(),
         layers: vec!["base".to_owned()],
         upper: UpperSpec {
-            kind: UpperKind::Tmpfs,
+            kind: light(),
             bytes: 32 * MIB,
             inodes: 0,
         },
@@ -382,7 +412,7 @@ impl Sandbox<'_> {
             .expect("the init ended");
         self.node
             .assembly()
-            .release(&self.made.cgroup, &self.made.upper, PATIENCE)
+            .release(&self.made.cgroup, &self.made.upper, patience())
             .expect("released");
     }
 }
@@ -416,7 +446,8 @@ impl Going {
 
     /// Waits for the program, not for whoever else holds its pipes.
     pub fn code(&self) -> i32 {
-        let ended = process::reap(self.entered.pidfd.as_fd(), 60_000).expect("reaped");
+        let wait_ms = patience().as_millis() as i32;
+        let ended = process::reap(self.entered.pidfd.as_fd(), wait_ms).expect("reaped");
         match ended.expect("the program ended in time") {
             (libc::CLD_EXITED, code) => code,
             (_, signal) => 128 + signal,
@@ -426,7 +457,8 @@ impl Going {
     pub fn finish(self) -> Result<Output> {
         let failed = self.status();
         let (out, err) = (read_all(self.out), read_all(self.err));
-        let ended = process::reap(self.entered.pidfd.as_fd(), 60_000).expect("reaped");
+        let wait_ms = patience().as_millis() as i32;
+        let ended = process::reap(self.entered.pidfd.as_fd(), wait_ms).expect("reaped");
         let code = match ended.expect("the program ended in time") {
             (libc::CLD_EXITED, code) => code,
             (_, signal) => 128 + signal,
@@ -438,7 +470,7 @@ impl Going {
             out: text(out.join().expect("output")),
             err: text(err.join().expect("output")),
         };
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + patience();
         while self.cgroup.remove().is_err() {
             assert!(Instant::now() < end, "the run's cgroup stays");
             std::thread::sleep(Duration::from_millis(1));
