@@ -41,7 +41,8 @@ def leftovers(node: Node) -> list[str]:
     found = [p for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
     found += [p for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
     # Groups of ended sandboxes may wait for the next one.
-    return [str(p) for p in found if not p.name.startswith(SPARE)] + [str(p) for p in (node.run_dir / "ns/runs").glob("*")]
+    marks = (node.run_dir / "ns/runs").glob("*")
+    return [str(p) for p in [*(p for p in found if not p.name.startswith(SPARE)), *marks]]
 
 
 @pytest.mark.parametrize("action", ["error", "kill"])
