@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0; 1 when a peer failed or a required mark is not met; 2 when it cannot run."""
     args = parse(argv)
+    # `timeout`, a cancelled job: what was started is removed.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if os.geteuid() != 0:
         print("bench: root is needed: it starts daemons and makes namespaces", file=sys.stderr)
         return 2

@@ -12,5 +12,9 @@ __all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_
 
 
 def pytest_configure() -> None:
-    """A background job of a shell is started with SIGINT ignored, which every program started here would inherit."""
+    """A background job of a shell is started with SIGINT ignored, which every program started here would inherit.
+
+    SIGTERM (`timeout`, a cancelled job) is answered like ^C: fixtures then remove the nodes they started.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

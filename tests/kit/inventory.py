@@ -138,11 +138,19 @@ def _processes(scope: Scope) -> Iterator[int]:
         if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
+            if _left_to_init(pid):
+                continue
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             groups = Path(f"/proc/{pid}/cgroup").read_text()
             inside = any(f":/{name}/" in groups + "/" or f":/{name}\n" in groups for name in scope.cgroups)
             if inside or scope.names(command):
                 yield pid
+
+
+def _left_to_init(pid: int) -> bool:
+    """Whether it has ended as an orphan: the host's init reaps it, some within a second or two, and nobody else can."""
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return (state, parent) == ("Z", "1")
 
 
 def _describe(pid: int) -> str:
