@@ -359,22 +359,13 @@ fn bound_shared_memory(memory_bytes: u64) -> Result<()> {
 }
 
 fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {
+    let (mut empty, mut null) = (Cover::new(&staged.empty), Cover::new(&staged.null));
     for path in &hidden.masked {
         let Some((at, is_directory)) = present(path)? else {
             continue;
         };
-        let cover = if is_directory {
-            &staged.empty
-        } else {
-            &staged.null
-        };
-        let copy = mounting::copy_fd(cover.as_fd());
-        // Copying a detached mount works since 6.15 only; /dev/null and the first one are attached.
-        let copy = match copy {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => again(is_directory)?,
-            other => other.step("init.mask")?,
-        };
-        attach(copy.as_fd(), at.as_fd()).step("init.mask")?;
+        let cover = if is_directory { &mut empty } else { &mut null };
+        cover.put(&at).step("init.mask")?;
     }
     for path in &hidden.read_only {
         let Some((at, _)) = present(path)? else {
@@ -387,18 +378,26 @@ fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {
     Ok(())
 }
 
-/// What covers a masked path, from what is attached already.
-fn again(is_directory: bool) -> Result<OwnedFd> {
-    if !is_directory {
-        return mounting::copy("/dev/null").step("init.mask");
+/// A mount that covers several paths: the first time itself, so that it is not left without a place (its end
+/// would wait for all CPUs), then copies of it.
+struct Cover<'a> {
+    mounted: &'a OwnedFd,
+    used: bool,
+}
+
+impl<'a> Cover<'a> {
+    fn new(mounted: &'a OwnedFd) -> Self {
+        let used = false;
+        Self { mounted, used }
     }
-    let options = [("size", Value::Text("4k")), ("nr_inodes", Value::Text("1"))];
-    mounting::make(
-        "init.mask",
-        c"tmpfs",
-        &options,
-        RDONLY | NOSUID | NODEV | NOEXEC,
-    )
+
+    fn put(&mut self, at: &OwnedFd) -> io::Result<()> {
+        if !std::mem::replace(&mut self.used, true) {
+            return attach(self.mounted.as_fd(), at.as_fd());
+        }
+        let copy = mounting::copy_fd(self.mounted.as_fd())?;
+        attach(copy.as_fd(), at.as_fd())
+    }
 }
 
 fn present(path: &str) -> Result<Option<(OwnedFd, bool)>> {
