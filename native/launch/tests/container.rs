@@ -114,7 +114,7 @@ fn layers_stack_and_the_disk_holds_plain_ids() {
     );
     let mut wish = plan("a");
     wish.layers = ["base", "one", "two"].map(str::to_owned).to_vec();
-    let (kind, tree) = if kit::has(UpperKind::Btrfs) {
+    let (kind, tree) = if kit::uppers::has(UpperKind::Btrfs) {
         (UpperKind::Btrfs, "upper-btrfs/a/upper")
     } else {
         (UpperKind::Ext4, "uppers/a/upper")
@@ -494,7 +494,7 @@ fn a_file_of_a_layer_keeps_its_number_when_it_is_changed() {
         let mut wish = plan("a");
         wish.upper.kind = kind;
         wish.upper.bytes = 64 * MIB;
-        if !kit::has(kind) {
+        if !kit::uppers::has(kind) {
             let refused = node.create(&wish).err().expect("refused");
             assert_eq!(refused.code, Code::Unsupported, "{kind:?}: {refused}");
             continue;

@@ -311,7 +311,7 @@ fn groups_of_v1_serve_again_with_the_limits_of_the_next() {
 #[test]
 fn quota_groups_of_removed_uppers_go() {
     require!();
-    if !kit::has(UpperKind::Btrfs) {
+    if !kit::uppers::has(UpperKind::Btrfs) {
         println!("skipped: no simple quotas of btrfs here");
         return;
     }

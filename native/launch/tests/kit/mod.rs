@@ -15,11 +15,13 @@ use dsec_launch::assembly::{Assembled, Assembly};
 use dsec_launch::cgroup::RunCgroup;
 use dsec_launch::config::Config;
 use dsec_launch::launcher::{begin, read_status, Entered, Launcher, Target};
-use dsec_launch::plan::{
-    LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperKind, UpperSpec,
-};
+use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperSpec};
 use dsec_sys::process;
 use serde_bytes::ByteBuf;
+
+pub mod uppers;
+
+use uppers::light;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_dsec-launch-debug");
 pub const MIB: u64 = 1 << 20;
@@ -249,31 +251,6 @@ impl Drop for Node {
             let _ = pinned.close();
         }
         let _ = fs::remove_dir_all(&self.home);
-    }
-}
-
-/// Whether this kernel has a kind of upper, by the probe; tried once.
-pub fn has(kind: UpperKind) -> bool {
-    static KINDS: OnceLock<String> = OnceLock::new();
-    let kinds = KINDS.get_or_init(|| {
-        let home = std::env::temp_dir().join(format!("dsec-launch-{}-probe", std::process::id()));
-        fs::create_dir_all(&home).expect("a directory");
-        let mut probe = Command::new(BINARY);
-        let done = probe.arg("probe").arg(&home).arg(&home).output();
-        let text = String::from_utf8_lossy(&done.expect("the probe").stdout).into_owned();
-        let _ = fs::remove_dir_all(&home);
-        let list = text.split("upper: [").nth(1).expect("kinds of uppers");
-        list.split(']').next().expect("its end").to_owned()
-    });
-    kinds.contains(&format!("{kind:?}"))
-}
-
-/// The quickest upper to make. Before 6.3 tmpfs cannot be idmapped.
-fn light() -> UpperKind {
-    if has(UpperKind::Tmpfs) {
-        UpperKind::Tmpfs
-    } else {
-        UpperKind::Auto
     }
 }
 
