@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 
 use dsec_sys::{btrfs, mount, quota};
-use rustix::fs::{mkdirat, openat, Mode, OFlags};
+use rustix::fs::{mkdirat, openat, Mode, OFlags, StatVfsMountFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::backing::{
@@ -263,12 +263,43 @@ impl Uppers {
         }
     }
 
+    /// The shared file system, one that can be written.
     fn btrfs_root(&self) -> Result<OwnedFd> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        if let Some(root) = self.open_btrfs()? {
+            return Ok(root);
+        }
+        self.drop_broken()?;
+        self.mount_btrfs()?;
+        let text = "the file system of the writable parts cannot be written";
+        self.open_btrfs()?
+            .ok_or_else(|| LaunchError::new(Code::NoSpace, text))
+    }
+
+    /// None when it has turned read-only. It does so for good when it had to grow its file while the disk
+    /// below was full.
+    fn open_btrfs(&self) -> Result<Option<OwnedFd>> {
         if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? {
             self.mount_btrfs()?;
         }
-        self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let root = self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")?;
+        let state = rustix::fs::fstatvfs(&root).step("upper.btrfs")?;
+        Ok((!state.f_flag.contains(StatVfsMountFlags::RDONLY)).then_some(root))
+    }
+
+    /// Sandboxes that live on it keep it by their mounts, to read; its file goes with the last of them.
+    fn drop_broken(&self) -> Result<()> {
+        let _lock = self.pinned.lock()?;
+        if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? || self.open_btrfs()?.is_some() {
+            return Ok(());
+        }
+        let target = cstring(BTRFS_AT).step("upper.unmount")?;
+        self.pinned
+            .inside(|| mount::detach(&target).step("upper.unmount"))?;
+        match fs::remove_file(self.state_dir.join("upper.btrfs")) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other.step("upper.unlink"),
+        }
     }
 
     fn mount_btrfs(&self) -> Result<()> {
@@ -340,7 +371,10 @@ impl Uppers {
     }
 
     fn remove_btrfs(&self, upper: &Upper) -> Result<()> {
-        let root = self.btrfs_root()?;
+        // What cannot be written goes as a whole, when the next upper is made.
+        let Some(root) = self.open_btrfs()? else {
+            return Ok(());
+        };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let group = match openat(&root, upper.id.as_str(), flags, Mode::empty()) {
             Err(rustix::io::Errno::NOENT) => return Ok(()),

@@ -340,3 +340,51 @@ fn quota_groups_of_removed_uppers_go() {
         node.create(&wish).expect("created").stop();
     }
 }
+
+/// As btrfs makes itself when the disk below has no room for what it must write.
+fn make_read_only(node: &Node) {
+    kit::sh(&format!(
+        "nsenter --mount={} /layers/base/bin/busybox mount -o remount,bind,ro none /upper-btrfs",
+        node.config.run_dir.join("ns/mnt").display()
+    ));
+}
+
+#[test]
+fn a_store_that_turned_read_only_is_replaced() {
+    require!();
+    if !kit::uppers::has(UpperKind::Btrfs) {
+        println!("skipped: no simple quotas of btrfs here");
+        return;
+    }
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.upper.kind = UpperKind::Btrfs;
+    wish.upper.bytes = 64 * MIB;
+    let old = node.create(&wish).expect("created");
+    old.said("echo kept > /x");
+    make_read_only(&node);
+    wish.id = "b".to_owned();
+    let new = node.create(&wish).expect("created on a new one");
+    new.said("echo fine > /x");
+    assert_eq!(old.said("cat /x"), "kept");
+    old.stop();
+    new.stop();
+    assert_eq!(node.assembly().uppers.list().expect("a list"), []);
+}
+
+#[test]
+fn what_cannot_be_written_is_no_obstacle_to_stopping() {
+    require!();
+    if !kit::uppers::has(UpperKind::Btrfs) {
+        println!("skipped: no simple quotas of btrfs here");
+        return;
+    }
+    let node = Node::new();
+    let mut wish = plan("a");
+    wish.upper.kind = UpperKind::Btrfs;
+    wish.upper.bytes = 64 * MIB;
+    let sandbox = node.create(&wish).expect("created");
+    make_read_only(&node);
+    sandbox.stop();
+    node.create(&wish).expect("created again").stop();
+}
