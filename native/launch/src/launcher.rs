@@ -143,7 +143,7 @@ impl Process {
         let mut inbox = self.inbox.borrow_mut();
         match inbox.receive(self.socket.as_fd()) {
             Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(died().into()),
+            Ok(None) => Err(Failed::Died),
             // The kernel says so, instead of the end, when what we have sent was not taken.
             Err(error) if is_gone(&error) => Err(Failed::Unread),
             Err(error) => Err(LaunchError::step("launcher.receive", &error).into()),
@@ -161,8 +161,10 @@ fn is_gone(error: &std::io::Error) -> bool {
 
 /// How asking a launcher failed.
 enum Failed {
-    /// It was gone before it had read the request: nothing was begun, another one may be asked.
+    /// It was gone before it had read the request, or what it had begun is undone: another one may be asked.
     Unread,
+    /// It died, perhaps with the request in hand: one that is killed while a packet comes takes it along.
+    Died,
     /// What it has begun is not known.
     Broken(LaunchError),
 }
@@ -178,7 +180,7 @@ impl From<LaunchError> for Failed {
 impl From<Failed> for LaunchError {
     fn from(failed: Failed) -> Self {
         match failed {
-            Failed::Unread => died(),
+            Failed::Unread | Failed::Died => died(),
             Failed::Broken(error) => error,
         }
     }
@@ -215,8 +217,8 @@ struct Newborn<'a> {
     created: Option<Created>,
 }
 
-impl Drop for Newborn<'_> {
-    fn drop(&mut self) {
+impl Newborn<'_> {
+    fn undo(&mut self) {
         if let Some(created) = self.created.take() {
             // Gone already is as good.
             let _ = process::signal(created.init_pidfd.as_fd(), libc::SIGKILL);
@@ -224,6 +226,12 @@ impl Drop for Newborn<'_> {
             return;
         }
         end_strays(&format!("{}/{INIT}", self.cgroup.sandbox_id()));
+    }
+}
+
+impl Drop for Newborn<'_> {
+    fn drop(&mut self) {
+        self.undo();
     }
 }
 
@@ -326,7 +334,12 @@ impl Launcher {
         self.with(|process| {
             process.send(&request, &[prepared.netns])?;
             loop {
-                match process.receive(end)? {
+                let reply = process.receive(end);
+                if let Err(Failed::Died) = reply {
+                    newborn.undo();
+                    return Err(Failed::Unread);
+                }
+                match reply? {
                     (Reply::Cloned { pid }, fds) => {
                         let pidfd = fds.into_iter().next().ok_or_else(died)?;
                         newborn.created = Some(Created {
@@ -371,7 +384,13 @@ impl Launcher {
         let fds = [target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
         let entered = self.with(|process| {
             process.send(&request, &fds)?;
-            match process.receive(Instant::now() + ENTER_DEADLINE)? {
+            let reply = process.receive(Instant::now() + ENTER_DEADLINE);
+            if let Err(Failed::Died) = reply {
+                // Without the gate nothing has begun.
+                end_strays(&cgroup.path());
+                return Err(Failed::Unread);
+            }
+            match reply? {
                 (Reply::Cloned { pid }, fds) => {
                     let pidfd = fds.into_iter().next().ok_or_else(died)?;
                     Ok(Outcome::Done((pid, pidfd)))
