@@ -691,6 +691,31 @@ def test_both_die_and_the_sandbox_lives(node: Node) -> None:
         assert c.call("sandbox.wait", id="a")["state"] == "ended"
 
 
+def test_the_mark_of_a_lost_run_harms_none_that_comes_later(node: Node) -> None:
+    """Its cgroup's name may be another's by now, one that is kept for the next run: a killed one would kill that."""
+    with node.client() as c:
+        create(c, "a")
+        c.send("run.start", run_plan("a", "lost", ["sleep", "100"], memory_cgroup=True))
+        c.recv()
+    node.kill_keeper()
+    node.start()
+    for _ in range(2):
+        node.kill_runtime()
+    with node.client() as c:
+        c.send("run.start", run_plan("a", "other", ["sleep", "0.2"], memory_cgroup=True))
+        c.recv()
+        runtime = int(c.hello["pid"])
+    away = node.binary.rename(node.dir / "away")
+    os.kill(runtime, signal.SIGKILL)
+    time.sleep(0.5)
+    away.rename(node.binary)
+    with node.client() as c:
+        assert c.call("run.attach", sandbox="a", run="other")["exit_code"] == 0
+        for i in range(3):
+            result = c.call("run.start", **run_plan("a", f"r{i}", ["true"], memory_cgroup=True))
+            assert (result["exit_code"], result["signal"]) == (0, None)
+
+
 def test_an_init_that_died_while_both_were_dead(node: Node) -> None:
     with node.client() as c:
         pid = create(c, "a")["init_pid"]

@@ -260,6 +260,31 @@ def test_a_program_that_is_entering_cannot_be_touched(sbx: dsec.Sandbox) -> None
     assert [name for name in out[0].split()[1:] if not name.startswith(("/usr/", "/bin/"))] == []
 
 
+def test_a_program_that_is_entering_shows_no_network_but_loopback(sbx: dsec.Sandbox) -> None:
+    # What lies in /proc/PID/net needs no right over the process, only its number, and those come one after the other.
+    watcher = """
+    import os, time
+    next_ = max(int(p) for p in os.listdir("/proc") if p.isdigit()) + 1
+    end = time.time() + 4; caught = set(); seen = 0
+    while time.time() < end:
+        for p in range(next_, next_ + 3):
+            try: text = open(f"/proc/{p}/net/unix").read()
+            except OSError: continue
+            seen += 1; next_ = max(next_, p)
+            caught.update(text.splitlines()[1:])
+            if not os.path.exists(f"/proc/{p}"): next_ = p + 1
+        if not os.path.exists(f"/proc/{next_}"): next_ = int(open("/proc/loadavg").read().split()[-1]) + 1
+    print(min(seen, 1), *caught)
+    """
+    out: list[str] = []
+    thread = threading.Thread(target=lambda: out.append(python(sbx, watcher)))
+    thread.start()
+    while thread.is_alive():
+        assert sbx.run(["/bin/true"]).ok
+    thread.join()
+    assert out == ["1"]
+
+
 def test_cgroups_cannot_be_reached(sbx: dsec.Sandbox) -> None:
     code = """
     import os

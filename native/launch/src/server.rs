@@ -85,9 +85,8 @@ pub(crate) struct Server {
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
     pub hidden: Hidden,
-    /// For all sandboxes; of a network namespace that lives as long as we do.
+    /// For all sandboxes; of our own network namespace.
     pub sys: OwnedFd,
-    _sys_net: OwnedFd,
     lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
@@ -117,14 +116,14 @@ fn start() -> Result<Server> {
     };
     let open = |path: &Path| File::open(path).map(OwnedFd::from).step("launcher.open");
     let pinned = open(&run_dir.join("ns/mnt"))?;
-    let own_net = open(Path::new("/proc/self/ns/net"))?;
+    let own_net = alone_in_a_network()?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
     let cgroups = CgroupDirs::open(&Cgroups::open(&cgroup)?)?;
     // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
     let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.
     let hidden = Hidden::find();
-    let (sys, sys_net) = sysfs(&own_net)?;
+    let sys = create::own_sysfs()?;
     rustix::process::umask(Mode::empty());
     empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
@@ -142,20 +141,19 @@ fn start() -> Result<Server> {
         cgroups,
         hidden,
         sys,
-        _sys_net: sys_net,
         lowered,
         filters: HashMap::new(),
     })
 }
 
-/// A sysfs that shows a network namespace with nothing but loopback, as every sandbox has one.
-fn sysfs(own_net: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+/// Moves to a network namespace with nothing but loopback, as every sandbox has one, for good: whoever enters
+/// a sandbox can be seen inside from the clone on, and anybody may read `/proc/PID/net` of what he sees. It is
+/// also what the sandboxes' sysfs shows.
+fn alone_in_a_network() -> Result<OwnedFd> {
     process::unshare(process::NEW_NET).step("launcher.unshare_net")?;
     net::loopback_up().step("launcher.loopback")?;
     let net = File::open("/proc/self/ns/net").step("launcher.open")?;
-    let sys = create::own_sysfs()?;
-    process::setns(own_net.as_fd(), process::NEW_NET).step("launcher.setns_back")?;
-    Ok((sys, net.into()))
+    Ok(net.into())
 }
 
 impl Server {

@@ -283,6 +283,7 @@ impl Server {
         let used = self.used_leaves();
         for mark in self.records.marks.all()? {
             let (name, leaf) = ((mark.sandbox, mark.run), mark.leaf);
+            self.never_again(&name.0, &leaf);
             if self.run_ids.contains_key(&name) || self.unknown.contains(&name) {
                 continue;
             }
@@ -315,11 +316,24 @@ impl Server {
         Ok(())
     }
 
-    /// (sandbox, cgroup) of every run that is not over.
+    /// No new cgroup gets the name of one that a mark has: at the next recovery it would be killed for it.
+    fn never_again(&mut self, sandbox: &str, leaf: &str) {
+        let index = self.sandbox_ids.get(sandbox);
+        if let Some(s) = index.and_then(|i| self.sandboxes.get_mut(i)) {
+            s.last_leaf = s.last_leaf.max(leaf.parse().unwrap_or(0));
+        }
+    }
+
+    /// (sandbox, cgroup) of every run that is not over, and of those whose ending was known already and who
+    /// have left theirs for the next: whatever is cloned into one that was once killed dies.
     fn used_leaves(&self) -> HashSet<(String, String)> {
         let runs = self.runs.values().filter(|r| r.leaf.is_some());
-        runs.map(|r| (r.sandbox_id.clone(), r.leaf_name().to_owned()))
-            .collect()
+        let runs = runs.map(|r| (r.sandbox_id.clone(), r.leaf_name().to_owned()));
+        let free = self.sandboxes.values().flat_map(|s| {
+            let names = s.free_leaves.iter().map(|free| free.name.clone());
+            names.map(|name| (s.record.id.clone(), name))
+        });
+        runs.chain(free).collect()
     }
 
     /// Removes the cgroups that no run uses, of unknown runs or kept for the next, and sees to it that no
@@ -330,9 +344,7 @@ impl Server {
             for leaf in place.leaves().unwrap_or_default() {
                 s.last_leaf = s.last_leaf.max(leaf.parse().unwrap_or(0));
                 let name = (s.record.id.clone(), leaf);
-                // A run whose ending was known already has left its own for the next.
-                let kept = s.free_leaves.iter().any(|free| free.name == name.1);
-                if kept || used.contains(&name) {
+                if used.contains(&name) {
                     continue;
                 }
                 if let Some(leaf) = place.find_leaf(&name.1) {
