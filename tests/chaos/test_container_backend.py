@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.base import RunOutcome
 from dsec.backends.conformance.kit import Box, backend, sandbox, soon
 from dsec.backends.container.keeper import living_keeper
 from dsec.linux import proc
 from dsec.model.errors import DsecError, SandboxLost, Unknown
+from dsec.model.states import RunOutcome
 from tests.kit import rootfs, runtime
 from tests.kit.aio import until
 from tests.kit.runtime import ContainerSubject

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dsec.model import limits
-from dsec.model.states import Capabilities, Cause, EndReason, Output, Usage
+from dsec.model.states import Capabilities, EndReason, RunOutcome, Usage
 
 HANDLE_VERSION = 1
 
@@ -79,20 +79,6 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     head_bytes: int = limits.OUTPUT_HEAD_BYTES
     tail_bytes: int = limits.OUTPUT_TAIL_BYTES
-
-
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program ended: what a `RunResult` says, without what only the node knows (step, process id)."""
-
-    exit_code: int
-    cause: Cause
-    signal: int | None = None
-    limits_hit: tuple[str, ...] = ()
-    out: Output = Output()
-    err: Output = Output()
-    started_at: float = 0.0
-    duration_s: float = 0.0
-    usage: Usage = Usage()
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):

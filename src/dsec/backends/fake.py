@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from dsec.backends.base import Exit, Guest, Handle, ProcessInfo, RunOutcome, RunPlan, Sink, StartPlan
+from dsec.backends.base import Exit, Guest, Handle, ProcessInfo, RunPlan, Sink, StartPlan
 from dsec.backends.fake_runs import FakeRun
 from dsec.model import failpoint
 from dsec.model.errors import Conflict, DsecError, NodeFull, NotFound, SandboxLost, Unknown
-from dsec.model.states import Capabilities, Capability, EndReason, Usage
+from dsec.model.states import Capabilities, Capability, EndReason, RunOutcome, Usage
 
 TERM: Final = 15
 # Ended sandboxes that still answer `stop` and `attach` with how they ended.

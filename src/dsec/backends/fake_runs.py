@@ -8,10 +8,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from dsec.backends import fake_programs as programs
-from dsec.backends.base import RunOutcome, RunPlan, Sink, StartPlan
+from dsec.backends.base import RunPlan, Sink, StartPlan
 from dsec.model import limits
 from dsec.model.errors import DsecError
-from dsec.model.states import Cause, Output, Usage
+from dsec.model.states import Cause, Output, RunOutcome, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.fake import Clock

@@ -77,14 +77,13 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.head.decode("utf-8", "replace") + gap + self.tail.decode("utf-8", "replace")
 
 
-class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a program ended. Nothing the program did raises; a lost sandbox or node always does.
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program ended, as its backend says.
 
     `exit_code` is 128 + signal for what was killed. `limits_hit` names the limits (`memory pids disk output`) that a
-    process of the run is known to have met, whatever the exit code. `step` numbers the calls of a sandbox from 1.
+    process of the run is known to have met, whatever the exit code.
     """
 
-    process_id: str
     exit_code: int
     cause: Cause
     signal: int | None = None
@@ -94,6 +93,15 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started_at: float = 0.0
     duration_s: float = 0.0
     usage: Usage = Usage()
+
+
+class RunResult(RunOutcome, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program ended. Nothing the program did raises; a lost sandbox or node always does.
+
+    Beside what a `RunOutcome` says: `step` numbers the calls of a sandbox from 1.
+    """
+
+    process_id: str
     step: int = 0
 
     @property

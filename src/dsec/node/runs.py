@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dsec.backends.base import Guest, RunOutcome, RunPlan, Sink
+from dsec.backends.base import Guest, RunPlan, Sink
 from dsec.model import failpoint
 from dsec.model.errors import (
     Conflict,
@@ -29,7 +29,7 @@ from dsec.model.errors import (
     Unknown,
 )
 from dsec.model.specs import RunSpec
-from dsec.model.states import Output, RunResult
+from dsec.model.states import Output, RunOutcome, RunResult
 from dsec.node.box import Box
 from dsec.node.clock import Clock
 from dsec.node.plan import run_plan, shown_command

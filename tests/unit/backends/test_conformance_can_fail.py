@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from dsec.backends import fake, fake_programs, fake_runs
-from dsec.backends.base import Exit, RunOutcome
+from dsec.backends.base import Exit
 from dsec.backends.conformance import CHECKS, Violation, kit, perform
+from dsec.model.states import RunOutcome
 from tests.contract.test_fake import FakeSubject
 
 pytestmark = pytest.mark.unit

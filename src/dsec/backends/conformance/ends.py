@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from dsec.backends.base import RunOutcome
 from dsec.backends.conformance.kit import FOREVER, Box, Subject, check, equal, expect, raises, sandbox, soon
 from dsec.model.errors import NotFound, ProgramNotStarted
+from dsec.model.states import RunOutcome
 
 
 def ending(outcome: RunOutcome) -> tuple[str, int, int | None]:

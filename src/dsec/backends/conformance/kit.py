@@ -10,9 +10,10 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from dsec.backends.base import Backend, Exit, Guest, Handle, RunOutcome, RunPlan, Runtime, Sink, StartPlan
+from dsec.backends.base import Backend, Exit, Guest, Handle, RunPlan, Runtime, Sink, StartPlan
 from dsec.model import ids
 from dsec.model.errors import DsecError, NotFound, SandboxLost
+from dsec.model.states import RunOutcome
 
 # No check waits longer for anything; a program that should outlive a check sleeps longer than this.
 PATIENCE_S: Final = 60.0

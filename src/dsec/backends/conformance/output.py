@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from dsec.backends.base import RunOutcome
 from dsec.backends.conformance.kit import FOREVER, Subject, check, equal, expect, raises, sandbox, soon
 from dsec.model import limits
 from dsec.model.errors import NotFound
+from dsec.model.states import RunOutcome
 
 ALL_BYTES = bytes(range(256))
 # How long a flood may run: longer where the machine is too slow to fill the head in that time.

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from dsec.backends.base import Exit, Handle, ProcessInfo, RunOutcome, RunPlan, Sink
+from dsec.backends.base import Exit, Handle, ProcessInfo, RunPlan, Sink
 from dsec.backends.container import plans
 from dsec.backends.container.endings import known
 from dsec.model.errors import NotFound, SandboxLost
+from dsec.model.states import RunOutcome
 from dsec.wire import values as v
 from dsec.wire.runtime import RuntimeClient
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from dsec.backends.base import Exit, Handle, ProcessInfo, RunOutcome, RunPlan, StartPlan
-from dsec.model.states import Capabilities, Capability, EndReason, Output, Usage
+from dsec.backends.base import Exit, Handle, ProcessInfo, RunPlan, StartPlan
+from dsec.model.states import Capabilities, Capability, EndReason, Output, RunOutcome, Usage
 from dsec.wire import values as v
 
 NS: Final = 1e9
