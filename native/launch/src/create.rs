@@ -244,7 +244,12 @@ fn common(making: &Making<'_>) {
     // Without it a file of a layer gets another inode number with its first change, and a program that
     // compares numbers before and after (`git clone` of a local path, for one) takes it for another file.
     let _ = making.try_set("xino", Value::Text("on"));
-    // An identity that lasts would be written into the upper; the file system's own number is the upper's.
+}
+
+/// An identity that lasts would be written into the upper (since 6.6); the file system's own number is the
+/// upper's. Only where a key is judged when it is set: a kernel before 6.5 takes any, and refuses them all
+/// together at the end.
+fn no_identity(making: &Making<'_>) {
     let _ = making.try_set("uuid", Value::Text("null"));
 }
 
@@ -264,6 +269,7 @@ pub(crate) fn overlay_by_fd(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Optio
         making.set(key, Value::Fd(directory.as_fd()))?;
     }
     common(&making);
+    no_identity(&making);
     making.finish(NODEV).map(Some)
 }
 
@@ -320,6 +326,9 @@ fn overlay_of(lowers: &[String], upper: &str, each: bool) -> Result<OwnedFd> {
     making.set("upperdir", Value::Text(&format!("{upper}/upper")))?;
     making.set("workdir", Value::Text(&format!("{upper}/work")))?;
     common(&making);
+    if each {
+        no_identity(&making);
+    }
     making.finish(NODEV)
 }
 

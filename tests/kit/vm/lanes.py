@@ -22,7 +22,7 @@ INSIDE = {
     "contract": ("tests/contract/test_container.py",),
     "root": (
         "tests/root/test_runtime.py", "tests/root/test_runtime_limits.py", "tests/root/test_runtime_sweep.py",
-        "tests/root/images/test_store.py", "tests/root/test_sdk.py",
+        "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
     ),
     "security": ("tests/security/test_container.py",),
 }  # fmt: skip
