@@ -268,7 +268,53 @@ impl Uppers {
         if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? {
             self.mount_btrfs()?;
         }
+        let root = self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")?;
+        if !read_only(&root)? {
+            return Ok(root);
+        }
+        self.give_up_btrfs()?;
+        self.mount_btrfs()?;
         self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")
+    }
+
+    /// For who only removes: there is nothing to be removed from. Does not make a new one, for which there may
+    /// be no room yet.
+    fn btrfs_is_gone(&self) -> Result<bool> {
+        if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? {
+            return Ok(!self.state_dir.join("upper.btrfs").exists());
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let root = self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")?;
+        let broken = read_only(&root)?;
+        drop(root);
+        if broken {
+            self.give_up_btrfs()?;
+        }
+        Ok(broken)
+    }
+
+    /// btrfs that finds no room below its file for what it has promised is read-only for good, nothing in it can
+    /// be removed, and nobody could ever be released. Its name goes to a new one; it ends itself with the last
+    /// sandbox that has its writable part there.
+    fn give_up_btrfs(&self) -> Result<()> {
+        let _lock = self.pinned.lock()?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? {
+            // Somebody was faster.
+            return Ok(());
+        }
+        let root = self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")?;
+        if !read_only(&root)? {
+            return Ok(());
+        }
+        drop(root);
+        match fs::remove_file(self.state_dir.join("upper.btrfs")) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other.step("upper.unlink")?,
+        }
+        let target = cstring(BTRFS_AT).step("upper.path")?;
+        self.pinned
+            .inside(|| mount::detach(&target).step("upper.unmount"))
     }
 
     fn mount_btrfs(&self) -> Result<()> {
@@ -340,6 +386,9 @@ impl Uppers {
     }
 
     fn remove_btrfs(&self, upper: &Upper) -> Result<()> {
+        if self.btrfs_is_gone()? {
+            return Ok(());
+        }
         let root = self.btrfs_root()?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let group = match openat(&root, upper.id.as_str(), flags, Mode::empty()) {
@@ -426,6 +475,11 @@ impl Uppers {
         }
         Ok(())
     }
+}
+
+fn read_only(root: &OwnedFd) -> Result<bool> {
+    let all = rustix::fs::fstatvfs(root).step("upper.statvfs")?;
+    Ok(all.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY))
 }
 
 fn exists(id: &str) -> LaunchError {
