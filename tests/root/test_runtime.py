@@ -716,6 +716,31 @@ def test_the_mark_of_a_lost_run_harms_none_that_comes_later(node: Node) -> None:
             assert (result["exit_code"], result["signal"]) == (0, None)
 
 
+def test_a_btrfs_that_became_read_only_holds_up_nobody(node: Node) -> None:
+    """As it does for good when the disk below it is full: sandboxes end, and the next get a new one."""
+    btrfs = {"kind": "btrfs", "bytes": 64 << 20, "inodes": 0}
+    image = str(node.state_dir / "upper.btrfs")
+    with node.client() as c:
+        if "btrfs" not in c.call("probe")["upper"]:
+            pytest.skip("no btrfs with simple quotas here")
+        for name in ("a", "b"):
+            create(c, name, upper=btrfs)
+        files = Path("/sys/block").glob("loop*/loop/backing_file")
+        (loop,) = [file.parents[1].name for file in files if file.read_text().strip() == image]
+        at = node.dir / "at"
+        at.mkdir()
+        try:
+            subprocess.run(["mount", f"/dev/{loop}", at], check=True)
+            subprocess.run(["mount", "-o", "remount,ro", at], check=True)
+        finally:
+            subprocess.run(["umount", at], check=False)
+        assert c.call("sandbox.stop", id="a")["state"] == "ended"
+        create(c, "c", upper=btrfs)
+        plan = run_plan("c", "r", ["sh", "-c", "echo kept > /f && cat /f"])
+        assert c.call("run.start", **plan)["streams"][0]["head"] == b"kept\n"
+        assert c.call("sandbox.stop", id="b")["state"] == "ended"
+
+
 def test_an_init_that_died_while_both_were_dead(node: Node) -> None:
     with node.client() as c:
         pid = create(c, "a")["init_pid"]

@@ -371,9 +371,9 @@ impl Uppers {
     }
 
     fn remove_btrfs(&self, upper: &Upper) -> Result<()> {
-        // What cannot be written goes as a whole, when the next upper is made.
+        // What cannot be written goes as a whole. No new one is made, for which there may be no room yet.
         let Some(root) = self.open_btrfs()? else {
-            return Ok(());
+            return self.drop_broken();
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let group = match openat(&root, upper.id.as_str(), flags, Mode::empty()) {
