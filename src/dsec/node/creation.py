@@ -28,7 +28,7 @@ from dsec.node import plan as plans
 from dsec.node.admission import Need
 from dsec.node.box import Box
 from dsec.node.core import NODE_SCOPE, Core, encode, value_of
-from dsec.node.layers import check_role, wanted
+from dsec.node.layers import check_once, check_role, wanted
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.steps import BEGUN, Answer, conflict, content_hash
 
@@ -169,7 +169,8 @@ class Creation:
         return box, start
 
     def _resolve(self, spec: Spec) -> tuple[list[plans.Layer], list[LayerRef]]:
-        layers, refs = [], []
+        layers: list[plans.Layer] = []
+        refs: list[LayerRef] = []
         for ref, role in wanted(spec):
             field = "toolkits" if role == "toolkit" else role
             try:
@@ -178,6 +179,7 @@ class Creation:
                 allowed = "a layer of this node: list them with `dsec layer ls`, make one with `dsec layer import`"
                 raise InvalidSpec.field(field, ref, allowed) from error
             check_role(field, ref, role, info)
+            check_once(field, ref, info.digest, refs)
             layers.append(plans.Layer(info=info, path=self._core.layers.path(info.digest)))
             refs.append(LayerRef(ref=ref, digest=info.digest, role=role))
         return layers, refs

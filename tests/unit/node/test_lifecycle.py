@@ -104,6 +104,8 @@ def test_many_at_once_under_one_name_make_one(sim):
     [
         ({"base": "missing"}, InvalidSpec, "base"),
         ({"toolkits": ["missing@1"]}, InvalidSpec, "toolkits"),
+        ({"workspace": "debian:12"}, InvalidSpec, "workspace"),
+        ({"toolkits": ["harness@7", "harness@7"]}, InvalidSpec, "toolkits"),
         ({"memory_mib": 0}, InvalidSpec, "memory_mib"),
         ({"cpu": float("nan")}, InvalidSpec, "cpu"),
         ({"name": ".."}, InvalidSpec, "name"),
@@ -316,6 +318,17 @@ def test_a_layer_stands_only_where_its_role_allows(sim):
                 await s.create(**{field: value})
             assert caught.value.detail["field"] == field
         assert await s.create(workspace="repo@1", toolkits=["harness@7"])
+
+    sim(scenario)
+
+
+def test_a_layer_stands_once_in_a_stack_whatever_it_is_called(sim):
+    async def scenario(s: SimNode) -> None:
+        layer = await s.node.import_layer(ImportRequest(source="dir:/x", name="repo@1", role="base"), print)
+        with pytest.raises(InvalidSpec, match=f"base='repo@1' .*{layer.digest}") as caught:
+            await s.create(base="repo@1", workspace=layer.digest)
+        assert (caught.value.detail["field"], caught.value.retry) == ("workspace", "never")
+        assert not s.world.inventory() and not s.rows()
 
     sim(scenario)
 
