@@ -65,6 +65,11 @@ def wanted(spec: Spec) -> list[tuple[str, Role]]:
     return refs
 
 
+def field_of(role: str) -> str:
+    """The field of a spec that names layers of a role."""
+    return "toolkits" if role == "toolkit" else role
+
+
 def check_role(field: str, ref: str, role: Role, layer: LayerInfo) -> None:
     """Raises InvalidSpec for a layer made for another place: a toolkit as the base would start nothing.
 
