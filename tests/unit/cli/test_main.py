@@ -171,7 +171,10 @@ def test_inspect_shows_the_limits_in_effect_and_readable_times(
 
 
 def test_a_layer_is_removed_by_the_digits_that_are_shown(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    layers = [{"digest": "sha256:" + letter * 64, "names": []} for letter in "ab"]
+    endings = ("a" * 52, "b" * 52)
+    digests = ["sha256:" + "a" * 64, "sha256:" + "b" * 64, *("sha256:" + "c" * 12 + ending for ending in endings)]
+    layers: list[dict[str, object]] = [{"digest": digest, "names": []} for digest in digests]
+    layers[1]["names"] = ["aaaaaaaaaaaaa:latest"]
 
     def script(request: Request, wire: Wire) -> None:
         if request.path == "/v1/layers":
@@ -180,11 +183,26 @@ def test_a_layer_is_removed_by_the_digits_that_are_shown(serve: Serve, capsys: p
             wire.answer({} if request.method == "DELETE" else layers[0])
 
     server = serve(script)
-    assert main(["layer", "rm", "sha256:aaaaaaaaaaaa"]) == 0
-    [gone] = [request.path for request in server.requests if request.method == "DELETE"]
-    assert "a" * 64 in gone
-    assert main(["layer", "rm", "sha256:cccccccccccc"]) == 1
-    assert "0 layers" in capsys.readouterr().err
+
+    def gone() -> list[str]:
+        found = [request.path.rpartition("/")[2] for request in server.requests if request.method == "DELETE"]
+        server.requests.clear()
+        return [path.partition("?")[0].replace("%3A", ":") for path in found]
+
+    for ref in ("sha256:aaaaaaaaaaaa", "aaaaaaaaaaaa", "a" * 64):
+        assert main(["layer", "rm", ref]) == 0
+        assert gone() == [digests[0]], ref
+    # A name comes first; fewer digits are a name.
+    assert main(["layer", "rm", "a" * 13, "a" * 11]) == 0
+    assert gone() == ["a" * 13, "a" * 11]
+    capsys.readouterr()
+    for ref in ("sha256:dddddddddddd", "dddddddddddd"):
+        assert main(["layer", "rm", ref]) == 1
+        assert "no layer has this name or a digest that begins with it" in capsys.readouterr().err
+    assert main(["layer", "rm", "c" * 12]) == 1
+    said = capsys.readouterr().err
+    assert digests[2] in said and digests[3] in said and digests[0] not in said
+    assert gone() == []
 
 
 def test_up_says_that_options_are_not_applied_to_a_running_agent(
