@@ -263,6 +263,18 @@ def test_limits_are_said_on_stderr(serve: Serve) -> None:
     assert b"limits hit: memory" in done.stderr
 
 
+def test_output_that_was_streamed_whole_met_no_limit(serve: Serve) -> None:
+    kept = {"head": b"o", "tail": b"t", "total": 3}
+    serve(program({"stream": 1, "data": b"out"}, ended(0, out=kept, limits_hit=["output", "disk"])))
+    assert dsec("exec", ID, "x").stderr == b"dsec: limits hit: disk\n"
+
+
+def test_output_that_did_not_come_whole_is_said(serve: Serve) -> None:
+    kept = {"head": b"o", "tail": b"t", "total": 4}
+    serve(program({"stream": 1, "data": b"out"}, ended(0, out=kept, limits_hit=["output"])))
+    assert dsec("exec", ID, "x").stderr == b"dsec: limits hit: output\n"
+
+
 def test_run_creates_runs_and_stops(serve: Serve) -> None:
     server = serve(program(ended(3)))
     done = dsec("run", "--base", "b:1", "--toolkit", "t@1", "--network", "npm=off", "--label", "k=v", "--", "x")
