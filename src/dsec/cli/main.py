@@ -97,7 +97,12 @@ def _call(name: str, args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"dsec {name}", description=about or None, allow_abbrev=False)
     parser.add_argument("--url", help="the node or gateway (default: DSEC_URL, else this machine's node)")
     getattr(module, f"{prefix}_options")(parser)
-    code: int = getattr(module, f"{prefix}_command")(parser.parse_args(args))
+    given, unknown = parser.parse_known_args(args)
+    if unknown:
+        words = args[args.index(unknown[0]) :] if unknown[0] in args else unknown
+        hint = getattr(module, f"{prefix}_hint", lambda words: "")(words)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    code: int = getattr(module, f"{prefix}_command")(given)
     return code
 
 

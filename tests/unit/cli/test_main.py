@@ -219,6 +219,40 @@ def test_up_says_that_options_are_not_applied_to_a_running_agent(
     assert main(["down", *where, "--stop-all"]) == 0  # nothing lives there
 
 
+def test_up_says_that_the_running_agent_has_another_state(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = tmp_path / "state"
+    (tmp_path / "same").symlink_to(has)
+    line = [sys.executable, "-c", "input()", "--state-dir", str(has), "--cgroup", "c"]
+    with (
+        subprocess.Popen(line, stdin=subprocess.PIPE) as agent,
+        (tmp_path / "agent.pid").open("w") as held,
+    ):
+        held.write(f"{agent.pid}\n")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        up = ["up", "--run-dir", str(tmp_path)]
+        for same in ([], ["--state-dir", str(has)], ["--state-dir", f"{tmp_path}/same", "--cgroup", "c"]):
+            assert main([*up, *same]) == 0
+        assert capsys.readouterr().err == ""
+        assert main([*up, "--cgroup", "d"]) == 1
+        assert "--cgroup d (it has c)" in capsys.readouterr().err
+        monkeypatch.setenv("DSEC_STATE_DIR", f"{tmp_path}/other")
+        assert main(up) == 1
+        assert f"--state-dir {tmp_path}/other (it has {has})" in capsys.readouterr().err
+
+
+def test_up_says_where_options_of_the_agent_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "--listen", "127.0.0.1:1"])
+    assert caught.value.code == 2
+    assert "dsec up -- --listen 127.0.0.1:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ps", "--listen"])
+    assert "dsec up" not in capsys.readouterr().err
+
+
 def test_ps_escapes_and_filters(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     server = serve(lambda request, wire: wire.answer({"items": [INFO]}))
     assert main(["ps", "--label", "a=b", "--job", "j", "--all"]) == 0
