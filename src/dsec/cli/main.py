@@ -92,10 +92,12 @@ def _call(name: str, args: list[str]) -> int:
     import argparse
     from importlib import import_module
 
+    from dsec.cli.commands.common import add_url
+
     module_name, prefix, about = COMMANDS[name]
     module = import_module(f"dsec.cli.commands.{module_name}")
     parser = argparse.ArgumentParser(prog=f"dsec {name}", description=about or None, allow_abbrev=False)
-    parser.add_argument("--url", help="the node or gateway (default: DSEC_URL, else this machine's node)")
+    add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
     given, unknown = parser.parse_known_args(args)
     if unknown:

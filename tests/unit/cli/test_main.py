@@ -417,6 +417,24 @@ def test_layers(
     assert main(["layer", "rm", "t:1"]) == 0
 
 
+def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if request.path.endswith(":import"):
+            wire.stream()
+            wire.item({"layer": {"digest": "sha256:" + "0" * 64}})
+            wire.end()
+        else:
+            wire.answer({"digest": "sha256:" + "0" * 64, "stopped": 0, "items": [], **INFO})
+
+    url = serve(script).url
+    monkeypatch.setenv("DSEC_URL", "unix:///nowhere/at/all")
+    lines = ("layer ls", "layer rm t:1", "layer import debootstrap:bookworm t:1", "ps", f"stop {ID}", f"inspect {ID}")
+    for line in (*lines, "job stop j"):
+        assert main([*line.split(), "--url", url]) == 0, line
+    assert main(["layer", "--url", url, "ls"]) == 0
+    assert main(["layer", "ls"]) == 1
+
+
 def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     def script(request: Request, wire: Wire) -> None:
         answers = {"/usage": {"pids": 1}, "/processes": {"items": []}, ":stop": {"stopped": 3}}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsec.cli.commands.common import client, pairs
+from dsec.cli.commands.common import add_url, client, pairs
 from dsec.cli.terminal import age, note, show_json, size, table
 from dsec.cli.words import said
 from dsec.model.errors import DsecError, InvalidSpec, NotFound
@@ -45,6 +45,8 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("ls", help="list layers")
     show.add_argument("--json", action="store_true", help="a JSON list")
     remove = actions.add_parser("rm", help="remove layers that no sandbox uses")
+    for action in (add, show, remove):
+        add_url(action, below=True)
     remove.add_argument("layer", nargs="+", help="name:tag, name@version or a digest, as short as `ls` shows it")
 
 
