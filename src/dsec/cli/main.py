@@ -96,7 +96,9 @@ def _call(name: str, args: list[str]) -> int:
 
     module_name, prefix, about = COMMANDS[name]
     module = import_module(f"dsec.cli.commands.{module_name}")
-    parser = argparse.ArgumentParser(prog=f"dsec {name}", description=about or None, allow_abbrev=False)
+    # A module with a help of its own adds the option for it.
+    add_help = not hasattr(module, f"{prefix}_help")
+    parser = argparse.ArgumentParser(f"dsec {name}", description=about, allow_abbrev=False, add_help=add_help)
     add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
     given, unknown = parser.parse_known_args(args)

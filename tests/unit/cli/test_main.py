@@ -86,6 +86,24 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert f"usage: dsec {name}" in capsys.readouterr().out
 
 
+def test_the_help_of_bench_is_that_of_the_benchmarks(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--help"])
+    assert caught.value.code == 0
+    said = capfd.readouterr().out
+    assert said.index("usage: dsec bench") < said.index("usage: bench") < said.index("--require-marks")
+
+
+def test_the_help_of_bench_without_a_checkout_says_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cli.commands.bench.find_checkout", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "-h"])
+    assert caught.value.code == 0
+    assert "in a checkout of the project" in capsys.readouterr().out
+
+
 def test_no_node_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["ps", "--url", f"unix://{tmp_path}/none"]) == 1
     message = capsys.readouterr().err
