@@ -92,12 +92,21 @@ def _call(name: str, args: list[str]) -> int:
     import argparse
     from importlib import import_module
 
+    from dsec.cli.commands.common import add_url
+
     module_name, prefix, about = COMMANDS[name]
     module = import_module(f"dsec.cli.commands.{module_name}")
-    parser = argparse.ArgumentParser(prog=f"dsec {name}", description=about or None, allow_abbrev=False)
-    parser.add_argument("--url", help="the node or gateway (default: DSEC_URL, else this machine's node)")
+    # A module with a help of its own adds the option for it.
+    add_help = not hasattr(module, f"{prefix}_help")
+    parser = argparse.ArgumentParser(f"dsec {name}", description=about, allow_abbrev=False, add_help=add_help)
+    add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
-    code: int = getattr(module, f"{prefix}_command")(parser.parse_args(args))
+    given, unknown = parser.parse_known_args(args)
+    if unknown:
+        words = args[args.index(unknown[0]) :] if unknown[0] in args else unknown
+        hint = getattr(module, f"{prefix}_hint", lambda words: "")(words)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    code: int = getattr(module, f"{prefix}_command")(given)
     return code
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from dsec.backends.base import Exit, Guest, Handle, Runtime
 from dsec.model.errors import DsecError, InvalidState, SandboxLost
-from dsec.model.states import EndReason, SandboxInfo, State
+from dsec.model.states import EndReason, LayerRef, SandboxInfo, State
 from dsec.node.plan import BARE, Defaults
 from dsec.node.store import Statement
 
@@ -39,6 +39,7 @@ class Box:
         "next_step",
         "ready",
         "runtime",
+        "settings_from",
         "stopping",
         "watcher",
     )
@@ -46,6 +47,7 @@ class Box:
     def __init__(self, info: SandboxInfo, base: Defaults) -> None:
         self.info = info
         self.base = base
+        self.settings_from: dict[str, LayerRef] = {}  # while it is created: which layer sets `cwd` and `user`
         self.runtime: Runtime | None = None
         self.guest: Guest | None = None
         self.active = 0  # calls in flight, open streams, runs alive

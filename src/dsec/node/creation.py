@@ -28,7 +28,7 @@ from dsec.node import plan as plans
 from dsec.node.admission import Need
 from dsec.node.box import Box
 from dsec.node.core import NODE_SCOPE, Core, encode, value_of
-from dsec.node.layers import check_role, wanted
+from dsec.node.layers import check_once, check_role, field_of, wanted
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.steps import BEGUN, Answer, conflict, content_hash
 
@@ -164,20 +164,23 @@ class Creation:
             created_at=core.clock.wall(),
         )
         box = Box(info, plans.defaults(spec, [layer.info for layer in layers]))
+        box.settings_from = plans.settings_from([layer.info for layer in layers], refs)
         box.creator = asyncio.current_task()
         core.add(box)
         return box, start
 
     def _resolve(self, spec: Spec) -> tuple[list[plans.Layer], list[LayerRef]]:
-        layers, refs = [], []
+        layers: list[plans.Layer] = []
+        refs: list[LayerRef] = []
         for ref, role in wanted(spec):
-            field = "toolkits" if role == "toolkit" else role
+            field = field_of(role)
             try:
                 info = self._core.layers.resolve(ref)
             except NotFound as error:
                 allowed = "a layer of this node: list them with `dsec layer ls`, make one with `dsec layer import`"
                 raise InvalidSpec.field(field, ref, allowed) from error
             check_role(field, ref, role, info)
+            check_once(field, ref, info.digest, refs)
             layers.append(plans.Layer(info=info, path=self._core.layers.path(info.digest)))
             refs.append(LayerRef(ref=ref, digest=info.digest, role=role))
         return layers, refs
@@ -200,7 +203,7 @@ class Creation:
         core = self._core
         self._running(box, await core.backend(box.info.backend).start(start))
         failpoint.at("create.started")
-        if box.info.spec.cwd is not None or box.info.spec.user is not None:
+        if box.info.spec.cwd is not None or box.info.spec.user is not None or box.settings_from:
             await _check_inside(box)
         end, files = core.steps.end(NODE_SCOPE, key, encode(Created(core.shown(box))), box.id)
         await core.store.commit(box.row(), end, files=files)
@@ -371,7 +374,8 @@ class Creation:
 
 
 async def _check_inside(box: Box) -> None:
-    """Raises InvalidSpec for a `cwd` or `user` of the spec that the sandbox does not have; nobody was told of it yet.
+    """Raises InvalidSpec for a `cwd` or `user`, of the spec or of a layer, that the sandbox does not have; nobody was
+    told of it yet.
 
     By a run without a program: user and directory are looked for first, and no layer needs to have a program for it.
     """
@@ -380,8 +384,14 @@ async def _check_inside(box: Box) -> None:
         await box.running_guest().run(plans.run_plan(ids.new_process_id(), spec, box.base))
     except ProgramNotStarted as error:
         field = error.detail.get("field")
-        if field in ("cwd", "user"):
-            raise InvalidSpec(error.message, detail=error.detail) from error
+        if field not in ("cwd", "user"):
+            return
+        layer = box.settings_from.get(field)
+        if getattr(box.info.spec, field) is None and layer is not None:
+            sets = f"a layer whose {field} is there; this one sets {getattr(box.base, field)!r}, and: {error.message}"
+            cure = f"; import it again with another {field}, or give the sandbox one"
+            raise InvalidSpec.field(field_of(layer.role), layer.ref, sets + cure) from error
+        raise InvalidSpec(error.message, detail=error.detail) from error
 
 
 def item_key(key: str, index: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from dsec.model.errors import InvalidSpec
 from dsec.model.ids import is_digest
 from dsec.model.specs import DEFAULT_BASE, Spec, check_env, check_path, check_user
-from dsec.model.states import LayerInfo
+from dsec.model.states import LayerInfo, LayerRef
 
 Role = Literal["base", "workspace", "toolkit"]
 
@@ -65,6 +65,11 @@ def wanted(spec: Spec) -> list[tuple[str, Role]]:
     return refs
 
 
+def field_of(role: str) -> str:
+    """The field of a spec that names layers of a role."""
+    return "toolkits" if role == "toolkit" else role
+
+
 def check_role(field: str, ref: str, role: Role, layer: LayerInfo) -> None:
     """Raises InvalidSpec for a layer made for another place: a toolkit as the base would start nothing.
 
@@ -74,3 +79,11 @@ def check_role(field: str, ref: str, role: Role, layer: LayerInfo) -> None:
     if layer.role not in ("base", role) and not is_digest(ref):
         allowed = f"a layer with the role {role} (or base); this one is a {layer.role} layer"
         raise InvalidSpec.field(field, ref, allowed)
+
+
+def check_once(field: str, ref: str, digest: str, below: Sequence[LayerRef]) -> None:
+    """Raises InvalidSpec for a layer that stands in the stack already, also by another name: overlayfs refuses it."""
+    for other in below:
+        if other.digest == digest:
+            files = f"the same files as {other.role}={other.ref!r}"
+            raise InvalidSpec.field(field, ref, f"a layer that is not in the stack yet; it is {files} ({digest})")

@@ -13,7 +13,7 @@ from dsec.model import limits
 from dsec.model.errors import Unsupported
 from dsec.model.limits import MIB
 from dsec.model.specs import RunSpec, Spec
-from dsec.model.states import LayerInfo
+from dsec.model.states import LayerInfo, LayerRef
 
 PATH_DEFAULT: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENV_DEFAULT: Final = {"PATH": PATH_DEFAULT}
@@ -70,6 +70,21 @@ def defaults(spec: Spec, layers: Sequence[LayerInfo]) -> Defaults:
     user = spec.user or user
     env.setdefault("HOME", "/root" if user.split(":")[0] in ("root", "0") else "/")
     return Defaults(env=env, cwd=spec.cwd or cwd, user=user)
+
+
+def settings_from(layers: Sequence[LayerInfo], refs: Sequence[LayerRef]) -> dict[str, LayerRef]:
+    """Which layer the directory and the user come from, by `cwd` and `user`; those that every sandbox has are left out.
+
+    The node looks for them when a sandbox is created, which costs one entry: the usual base need not pay for it.
+    """
+    found: dict[str, LayerRef] = {}
+    for layer, ref in zip(layers, refs, strict=True):
+        for field, value, everywhere in (("cwd", layer.cwd, BARE.cwd), ("user", layer.user, BARE.user)):
+            if value == everywhere:
+                found.pop(field, None)
+            elif value:
+                found[field] = ref
+    return found
 
 
 def choose_cpus(cpu: float, online: Sequence[int], turn: int) -> tuple[int, ...]:

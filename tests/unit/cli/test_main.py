@@ -86,6 +86,24 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert f"usage: dsec {name}" in capsys.readouterr().out
 
 
+def test_the_help_of_bench_is_that_of_the_benchmarks(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--help"])
+    assert caught.value.code == 0
+    said = capfd.readouterr().out
+    assert said.index("usage: dsec bench") < said.index("usage: bench") < said.index("--require-marks")
+
+
+def test_the_help_of_bench_without_a_checkout_says_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cli.commands.bench.find_checkout", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "-h"])
+    assert caught.value.code == 0
+    assert "in a checkout of the project" in capsys.readouterr().out
+
+
 def test_no_node_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["ps", "--url", f"unix://{tmp_path}/none"]) == 1
     message = capsys.readouterr().err
@@ -171,7 +189,10 @@ def test_inspect_shows_the_limits_in_effect_and_readable_times(
 
 
 def test_a_layer_is_removed_by_the_digits_that_are_shown(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    layers = [{"digest": "sha256:" + letter * 64, "names": []} for letter in "ab"]
+    endings = ("a" * 52, "b" * 52)
+    digests = ["sha256:" + "a" * 64, "sha256:" + "b" * 64, *("sha256:" + "c" * 12 + ending for ending in endings)]
+    layers: list[dict[str, object]] = [{"digest": digest, "names": []} for digest in digests]
+    layers[1]["names"] = ["aaaaaaaaaaaaa:latest"]
 
     def script(request: Request, wire: Wire) -> None:
         if request.path == "/v1/layers":
@@ -180,11 +201,26 @@ def test_a_layer_is_removed_by_the_digits_that_are_shown(serve: Serve, capsys: p
             wire.answer({} if request.method == "DELETE" else layers[0])
 
     server = serve(script)
-    assert main(["layer", "rm", "sha256:aaaaaaaaaaaa"]) == 0
-    [gone] = [request.path for request in server.requests if request.method == "DELETE"]
-    assert "a" * 64 in gone
-    assert main(["layer", "rm", "sha256:cccccccccccc"]) == 1
-    assert "0 layers" in capsys.readouterr().err
+
+    def gone() -> list[str]:
+        found = [request.path.rpartition("/")[2] for request in server.requests if request.method == "DELETE"]
+        server.requests.clear()
+        return [path.partition("?")[0].replace("%3A", ":") for path in found]
+
+    for ref in ("sha256:aaaaaaaaaaaa", "aaaaaaaaaaaa", "a" * 64):
+        assert main(["layer", "rm", ref]) == 0
+        assert gone() == [digests[0]], ref
+    # A name comes first; fewer digits are a name.
+    assert main(["layer", "rm", "a" * 13, "a" * 11]) == 0
+    assert gone() == ["a" * 13, "a" * 11]
+    capsys.readouterr()
+    for ref in ("sha256:dddddddddddd", "dddddddddddd"):
+        assert main(["layer", "rm", ref]) == 1
+        assert "no layer has this name or a digest that begins with it" in capsys.readouterr().err
+    assert main(["layer", "rm", "c" * 12]) == 1
+    said = capsys.readouterr().err
+    assert digests[2] in said and digests[3] in said and digests[0] not in said
+    assert gone() == []
 
 
 def test_up_says_that_options_are_not_applied_to_a_running_agent(
@@ -199,6 +235,40 @@ def test_up_says_that_options_are_not_applied_to_a_running_agent(
         assert main(["up", *where, "--", "--listen", "127.0.0.1:1"]) == 1
     assert "not applied: --listen 127.0.0.1:1" in capsys.readouterr().err
     assert main(["down", *where, "--stop-all"]) == 0  # nothing lives there
+
+
+def test_up_says_that_the_running_agent_has_another_state(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = tmp_path / "state"
+    (tmp_path / "same").symlink_to(has)
+    line = [sys.executable, "-c", "input()", "--state-dir", str(has), "--cgroup", "c"]
+    with (
+        subprocess.Popen(line, stdin=subprocess.PIPE) as agent,
+        (tmp_path / "agent.pid").open("w") as held,
+    ):
+        held.write(f"{agent.pid}\n")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        up = ["up", "--run-dir", str(tmp_path)]
+        for same in ([], ["--state-dir", str(has)], ["--state-dir", f"{tmp_path}/same", "--cgroup", "c"]):
+            assert main([*up, *same]) == 0
+        assert capsys.readouterr().err == ""
+        assert main([*up, "--cgroup", "d"]) == 1
+        assert "--cgroup d (it has c)" in capsys.readouterr().err
+        monkeypatch.setenv("DSEC_STATE_DIR", f"{tmp_path}/other")
+        assert main(up) == 1
+        assert f"--state-dir {tmp_path}/other (it has {has})" in capsys.readouterr().err
+
+
+def test_up_says_where_options_of_the_agent_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "--listen", "127.0.0.1:1"])
+    assert caught.value.code == 2
+    assert "dsec up -- --listen 127.0.0.1:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ps", "--listen"])
+    assert "dsec up" not in capsys.readouterr().err
 
 
 def test_ps_escapes_and_filters(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +313,18 @@ def test_limits_are_said_on_stderr(serve: Serve) -> None:
     assert done.stdout == b""
     assert b"out of memory" in done.stderr
     assert b"limits hit: memory" in done.stderr
+
+
+def test_output_that_was_streamed_whole_met_no_limit(serve: Serve) -> None:
+    kept = {"head": b"o", "tail": b"t", "total": 3}
+    serve(program({"stream": 1, "data": b"out"}, ended(0, out=kept, limits_hit=["output", "disk"])))
+    assert dsec("exec", ID, "x").stderr == b"dsec: limits hit: disk\n"
+
+
+def test_output_that_did_not_come_whole_is_said(serve: Serve) -> None:
+    kept = {"head": b"o", "tail": b"t", "total": 4}
+    serve(program({"stream": 1, "data": b"out"}, ended(0, out=kept, limits_hit=["output"])))
+    assert dsec("exec", ID, "x").stderr == b"dsec: limits hit: output\n"
 
 
 def test_run_creates_runs_and_stops(serve: Serve) -> None:
@@ -351,6 +433,24 @@ def test_layers(
     assert main(["layer", "ls"]) == 0
     assert "t:1   base  2.0 KiB  -" in capsys.readouterr().out
     assert main(["layer", "rm", "t:1"]) == 0
+
+
+def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if request.path.endswith(":import"):
+            wire.stream()
+            wire.item({"layer": {"digest": "sha256:" + "0" * 64}})
+            wire.end()
+        else:
+            wire.answer({"digest": "sha256:" + "0" * 64, "stopped": 0, "items": [], **INFO})
+
+    url = serve(script).url
+    monkeypatch.setenv("DSEC_URL", "unix:///nowhere/at/all")
+    lines = ("layer ls", "layer rm t:1", "layer import debootstrap:bookworm t:1", "ps", f"stop {ID}", f"inspect {ID}")
+    for line in (*lines, "job stop j"):
+        assert main([*line.split(), "--url", url]) == 0, line
+    assert main(["layer", "--url", url, "ls"]) == 0
+    assert main(["layer", "ls"]) == 1
 
 
 def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,8 @@ def test_many_at_once_under_one_name_make_one(sim):
     [
         ({"base": "missing"}, InvalidSpec, "base"),
         ({"toolkits": ["missing@1"]}, InvalidSpec, "toolkits"),
+        ({"workspace": "debian:12"}, InvalidSpec, "workspace"),
+        ({"toolkits": ["harness@7", "harness@7"]}, InvalidSpec, "toolkits"),
         ({"memory_mib": 0}, InvalidSpec, "memory_mib"),
         ({"cpu": float("nan")}, InvalidSpec, "cpu"),
         ({"name": ".."}, InvalidSpec, "name"),
@@ -306,6 +308,26 @@ def test_a_directory_or_user_that_is_not_there_is_refused_at_creation(sim, field
     sim(scenario)
 
 
+@pytest.mark.parametrize(("field", "value"), [("cwd", "/nowhere"), ("user", "bob")])
+def test_what_a_layer_sets_and_is_not_there_is_refused_at_creation_by_the_layers_name(sim, field, value):
+    async def scenario(s: SimNode) -> None:
+        for name, sets in (("repo@1", {field: value}), ("repo@2", {"env": {"A": "1"}})):
+            await s.node.import_layer(ImportRequest(source="dir:/x", name=name, role="workspace", **sets), print)
+        for fields in ({}, {"toolkits": ["harness@7"]}):
+            with pytest.raises(InvalidSpec, match=f"workspace='repo@1'.*{field}.*{value}") as caught:
+                await s.create(workspace="repo@1", **fields)
+            assert caught.value.detail["field"] == "workspace"
+            assert not s.world.inventory() and not s.rows()
+        # One of the sandbox's own stands above the layer's; then the layer is not to blame.
+        assert await s.create(workspace="repo@1", **{field: "/" if field == "cwd" else "root"})
+        with pytest.raises(InvalidSpec) as caught:
+            await s.create(workspace="repo@1", **{field: "/none" if field == "cwd" else "eve"})
+        assert caught.value.detail["field"] == field
+        assert await s.create(workspace="repo@2")
+
+    sim(scenario)
+
+
 def test_a_layer_stands_only_where_its_role_allows(sim):
     async def scenario(s: SimNode) -> None:
         for name in ("harness@7", "repo@1"):
@@ -316,6 +338,17 @@ def test_a_layer_stands_only_where_its_role_allows(sim):
                 await s.create(**{field: value})
             assert caught.value.detail["field"] == field
         assert await s.create(workspace="repo@1", toolkits=["harness@7"])
+
+    sim(scenario)
+
+
+def test_a_layer_stands_once_in_a_stack_whatever_it_is_called(sim):
+    async def scenario(s: SimNode) -> None:
+        layer = await s.node.import_layer(ImportRequest(source="dir:/x", name="repo@1", role="base"), print)
+        with pytest.raises(InvalidSpec, match=f"base='repo@1' .*{layer.digest}") as caught:
+            await s.create(base="repo@1", workspace=layer.digest)
+        assert (caught.value.detail["field"], caught.value.retry) == ("workspace", "never")
+        assert not s.world.inventory() and not s.rows()
 
     sim(scenario)
 

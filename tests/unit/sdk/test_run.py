@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 import dsec
 from tests.kit.scripted import Request, Server, Wire
-from tests.unit.sdk.conftest import Kit, get, result
+from tests.unit.sdk.conftest import INFO, PATIENT, SANDBOX_ID, Kit, get, result
 
 Serve = Callable[..., Server]
 
@@ -96,6 +97,44 @@ def kill_server(serve: Serve, *, started: bool = True) -> tuple[Server, threadin
 
 def kills(server: Server) -> list[str]:
     return [request.path for request in server.requests if request.path.endswith("/kill")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_node_that_stays_away_during_a_run_is_told_with_the_way_to_its_result(
+    kit: Kit, serve: Serve, streaming: bool
+) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if streaming and "idempotency-key" in request.headers:
+            wire.stream()
+            wire.item({"started": "p-1"})
+        if request.method == "GET":
+            wire.answer(INFO)
+        else:
+            wire.drop()
+
+    server = serve(script)
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url, replace(PATIENT, lived_s=1e9, reconnect_s=0.3))
+        await get(sbx.info())
+        with pytest.raises(dsec.NodeUnreachable) as caught:
+            await get(sbx.run("x", on_output=(lambda *_: None) if streaming else None))
+        key = server.requests[-1].headers["idempotency-key"]
+        assert caught.value.detail["idempotency_key"] == key
+        [note] = caught.value.__notes__
+        assert note.startswith("the program was started and goes on" if streaming else "if the call arrived")
+        assert f"dsec inspect {SANDBOX_ID}" in note and key in note
+
+    kit.run(body())
+
+
+def test_a_node_that_was_never_there_has_started_nothing(kit: Kit) -> None:
+    async def body() -> None:
+        with pytest.raises(dsec.NodeUnreachable) as caught:
+            await get(kit.sandbox("unix:///nowhere/at/all").run("x"))
+        assert not hasattr(caught.value, "__notes__")
+
+    kit.run(body())
 
 
 def test_exception_of_on_output_kills_and_is_raised(kit: Kit, serve: Serve) -> None:

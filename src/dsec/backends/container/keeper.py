@@ -79,9 +79,9 @@ def living_keeper(run_dir: Path) -> Keeper | None:
     return keeper if proc.start_time(keeper.pid) == keeper.start_time else None
 
 
-def started_with(keeper: Keeper) -> dict[str, str]:
-    """The options a keeper was started with: where its node's state lies and what its cgroup is called."""
-    words = [os.fsdecode(word) for word in proc.command_line(keeper.pid)]
+def options_of(pid: int) -> dict[str, str]:
+    """The options a keeper or an agent was started with: where its node's state lies and what its cgroup is called."""
+    words = [os.fsdecode(word) for word in proc.command_line(pid)]
     return {name: value for name, value in pairwise(words) if name.startswith("--")}
 
 

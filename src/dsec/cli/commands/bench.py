@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dsec.cli.terminal import note
 
@@ -14,26 +15,45 @@ if TYPE_CHECKING:
     import argparse
 
 
+_NOT_HERE: Final = "the benchmarks are not part of the installed package: run `dsec bench` in a checkout of the project"
+
+
 def bench_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec bench`."""
     import argparse
 
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for `python -m bench` (--help shows them)")
+    class Help(argparse.Action):
+        """Our help and then that of the benchmarks, which have their own options."""
+
+        def __call__(self, *_: object) -> None:
+            parser.print_help()
+            parser.exit(bench_help())
+
+    parser.add_argument("-h", "--help", action=Help, nargs=0, help="show this and what the benchmarks take")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the benchmarks")
 
 
 def bench_command(args: argparse.Namespace) -> int:
     """Run the checkout's benchmarks in place of this process."""
     root = find_checkout()
     if root is None:
-        note(
-            "dsec: the benchmarks are not part of the installed package: run `dsec bench` in a checkout of the project"
-        )
+        note(f"dsec: {_NOT_HERE}")
         return 1
     words = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     if args.url:
         os.environ["DSEC_URL"] = args.url
     os.chdir(root)
     os.execv(sys.executable, [sys.executable, "-m", "bench", *words])
+
+
+def bench_help() -> int:
+    """Print the benchmarks' own help, or where it is to be had."""
+    root = find_checkout()
+    if root is None:
+        print(f"\n{_NOT_HERE}")
+        return 0
+    print("\nThe benchmarks:\n", flush=True)
+    return subprocess.run([sys.executable, "-m", "bench", "--help"], cwd=root, check=False).returncode
 
 
 def find_checkout() -> Path | None:

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
 
 
+def add_url(parser: argparse.ArgumentParser, *, below: bool = False) -> None:
+    """`--url`; `below` another parser that has it, too: not given there, it is left as it was given above."""
+    import argparse
+
+    parser.add_argument(
+        "--url",
+        default=argparse.SUPPRESS if below else None,
+        help="the node or gateway (default: DSEC_URL, else this machine's node)",
+    )
+
+
 def client(args: argparse.Namespace) -> Client:
     """The client for `--url`."""
     from dsec.sdk._sync.client import Client

@@ -6,19 +6,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsec.cli.commands.common import client, pairs
+from dsec.cli.commands.common import add_url, client, pairs
 from dsec.cli.terminal import age, note, show_json, size, table
 from dsec.cli.words import said
-from dsec.model.errors import DsecError, InvalidSpec
+from dsec.model.errors import DsecError, InvalidSpec, NotFound
 
 if TYPE_CHECKING:
     import argparse
 
     from dsec.sdk._sync.client import Client
 
-# As many digits of a digest as `dsec layer ls` shows.
-DIGEST_SHOWN_CHARS: Final = len("sha256:") + 12
-DIGEST_CHARS: Final = len("sha256:") + 64
+DIGEST_PREFIX: Final = "sha256:"
+# As many digits of a digest as `dsec layer ls` shows, and all of them.
+DIGITS_SHOWN: Final = 12
+DIGEST_DIGITS: Final = 64
 
 _PATH_SCHEMES = ("dir:", "tar:")
 
@@ -44,7 +45,9 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("ls", help="list layers")
     show.add_argument("--json", action="store_true", help="a JSON list")
     remove = actions.add_parser("rm", help="remove layers that no sandbox uses")
-    remove.add_argument("layer", nargs="+", help="name:tag, name@version or sha256:..., as short as `ls` shows it")
+    for action in (add, show, remove):
+        add_url(action, below=True)
+    remove.add_argument("layer", nargs="+", help="name:tag, name@version or a digest, as short as `ls` shows it")
 
 
 def layer_command(args: argparse.Namespace) -> int:
@@ -91,7 +94,7 @@ def _list(args: argparse.Namespace) -> int:
             size(layer.size_bytes),
             age(now - layer.created_at) if layer.created_at else "-",
             str(layer.in_use),
-            layer.digest[:DIGEST_SHOWN_CHARS],
+            layer.digest[: len(DIGEST_PREFIX) + DIGITS_SHOWN],
         )
         for layer in layers
     ]
@@ -121,12 +124,19 @@ def _remove_one(made: Client, ref: str) -> str:
 
 
 def _whole(made: Client, ref: str) -> str:
-    """The whole digest for its beginning."""
-    if not ref.startswith("sha256:") or not DIGEST_SHOWN_CHARS <= len(ref) < DIGEST_CHARS:
+    """The whole digest for its beginning, with `sha256:` before it or without; a name comes before a digest."""
+    begins = ref if ref.startswith(DIGEST_PREFIX) else DIGEST_PREFIX + ref
+    digits = begins.removeprefix(DIGEST_PREFIX)
+    if begins == ref and len(digits) == DIGEST_DIGITS:
         return ref
-    found = sorted({layer.digest for layer in made.layers.list() if layer.digest.startswith(ref)})
-    if len(found) != 1:
-        raise InvalidSpec(
-            f"{len(found)} layers have a digest that begins with {ref}: `dsec layer ls --json` has all of it"
-        )
+    if not DIGITS_SHOWN <= len(digits) <= DIGEST_DIGITS or not set(digits) <= set("0123456789abcdef"):
+        return ref
+    layers = made.layers.list()
+    if begins != ref and f"{ref}:latest" in (name for layer in layers for name in layer.names):
+        return ref
+    found = sorted({layer.digest for layer in layers if layer.digest.startswith(begins)})
+    if not found:
+        raise NotFound("no layer has this name or a digest that begins with it; `dsec layer ls` lists them")
+    if len(found) > 1:
+        raise InvalidSpec(f"{len(found)} layers have a digest that begins with it; give one of: {', '.join(found)}")
     return found[0]

@@ -9,6 +9,8 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from msgspec.structs import replace
+
 from dsec.cli.commands.common import client, pairs, switches
 from dsec.cli.terminal import Sink, note
 from dsec.model import limits
@@ -172,19 +174,33 @@ def _stream(
     env: dict[str, str] | None,
 ) -> RunResult:
     sinks = {1: Sink(sys.stdout.buffer, raw=args.raw), 2: Sink(sys.stderr.buffer, raw=args.raw)}
+    got = {1: 0, 2: 0}
+
+    def take(stream: int, data: bytes) -> None:
+        got[stream] += len(data)
+        sinks[stream].write(data)
+
     try:
-        return sandbox.run(
+        result = sandbox.run(
             command or "",
             cwd=args.cwd,
             env=env,
             user=args.user,
             stdin=stdin,
             timeout_s=args.timeout_s,
-            on_output=lambda stream, data: sinks[stream].write(data),
+            on_output=take,
         )
+        return _without_what_was_delivered(result, got)
     finally:
         for sink in sinks.values():
             sink.close()
+
+
+def _without_what_was_delivered(result: RunResult, got: dict[int, int]) -> RunResult:
+    """`output` says that the result does not keep all of it: nothing to tell when every byte came as a stream."""
+    if got[1] < result.out.total or got[2] < result.err.total:
+        return result
+    return replace(result, limits_hit=tuple(limit for limit in result.limits_hit if limit != "output"))
 
 
 def _exit_code(result: RunResult) -> int:

@@ -38,9 +38,12 @@ class NotStarted(Unavailable):
 
 def _directories(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, default=Path(os.environ.get("DSEC_RUN_DIR") or RUN_DIR), metavar="DIR")
-    parser.add_argument(
-        "--state-dir", type=Path, default=Path(os.environ.get("DSEC_STATE_DIR") or STATE_DIR), metavar="DIR"
-    )
+    asked = os.environ.get("DSEC_STATE_DIR")
+    parser.add_argument("--state-dir", type=Path, default=Path(asked) if asked else None, metavar="DIR")
+
+
+def _state_dir(args: argparse.Namespace) -> Path:
+    return Path(args.state_dir or STATE_DIR).absolute()
 
 
 def up_options(parser: argparse.ArgumentParser) -> None:
@@ -64,16 +67,11 @@ def up_options(parser: argparse.ArgumentParser) -> None:
 def up_command(args: argparse.Namespace) -> int:
     """Start the agent and wait until it answers."""
     _require_node()
-    run_dir, state_dir = args.run_dir.absolute(), args.state_dir.absolute()
+    run_dir, state_dir = args.run_dir.absolute(), _state_dir(args)
     extra = args.agent[1:] if args.agent[:1] == ["--"] else args.agent
     pid = read_lock(run_dir)
     if pid is not None:
-        print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock")
-        if extra:
-            note(
-                f"dsec: not applied: {' '.join(extra)}: `dsec down` first (sandboxes live on), then `dsec up` with them"
-            )
-        return 1 if extra else 0
+        return _runs_already(pid, run_dir, args, extra)
     line = [sys.executable, "-m", "dsec.node", "--run-dir", str(run_dir), "--state-dir", str(state_dir), *extra]
     line += ["--cgroup", args.cgroup] if args.cgroup else []
     if args.foreground:
@@ -88,6 +86,42 @@ def up_command(args: argparse.Namespace) -> int:
     if run_dir != Path(RUN_DIR):
         print(f"for other commands: export DSEC_RUN_DIR={run_dir}")
     return 0
+
+
+def up_hint(words: list[str]) -> str:
+    """What to say of options that `dsec up` does not have: they are probably the agent's."""
+    return f"; options of the agent stand after `--`: dsec up -- {' '.join(words)}"
+
+
+def _runs_already(pid: int, run_dir: Path, args: argparse.Namespace, extra: list[str]) -> int:
+    """Say so, and that what was asked for is not what runs; 1 when it is not."""
+    print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock")
+    has = _options_of(pid, run_dir)
+    asked = {"--state-dir": args.state_dir and os.path.realpath(args.state_dir), "--cgroup": args.cgroup}
+    others = [
+        f"{name} {value} (it has {has[name]})"
+        for name, value in asked.items()
+        if value and value != has.get(name, value)
+    ]
+    for name in others:
+        note(
+            f"dsec: not applied: {name}: for another node give a run directory of its own, too (DSEC_RUN_DIR or "
+            "--run-dir); to move this one, `dsec down --stop-all` first"
+        )
+    if extra:
+        note(f"dsec: not applied: {' '.join(extra)}: `dsec down` first (sandboxes live on), then `dsec up` with them")
+    return 1 if extra or others else 0
+
+
+def _options_of(pid: int, run_dir: Path) -> dict[str, str]:
+    """What an agent was started with, as far as its command line or its keeper's says."""
+    from dsec.backends.container.keeper import living_keeper, options_of
+
+    keeper = living_keeper(run_dir)
+    has = (options_of(keeper.pid) if keeper is not None else {}) | options_of(pid)
+    if "--state-dir" in has:
+        has["--state-dir"] = os.path.realpath(has["--state-dir"])
+    return has
 
 
 def _require_node() -> None:
@@ -178,14 +212,14 @@ def down_command(args: argparse.Namespace) -> int:
 
 def _agent_for_what_lives(args: argparse.Namespace, run_dir: Path) -> int | None:
     """A new agent over the runtime of one that has died: it finds the sandboxes, and can stop them. Its pid."""
-    from dsec.backends.container.keeper import living_keeper, started_with
+    from dsec.backends.container.keeper import living_keeper, options_of
 
     keeper = living_keeper(run_dir)
     if keeper is None:
         return None
     _require_node()
-    options = started_with(keeper)
-    state_dir = Path(options.get("--state-dir", args.state_dir)).absolute()
+    options = options_of(keeper.pid)
+    state_dir = Path(options.get("--state-dir", _state_dir(args)))
     cgroup = ["--cgroup", options["--cgroup"]] if "--cgroup" in options else []
     places = ["--run-dir", str(run_dir), "--state-dir", str(state_dir), *cgroup]
     process, log, start = _start([sys.executable, "-m", "dsec.node", *places], state_dir)

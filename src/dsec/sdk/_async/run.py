@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from dsec.model.errors import DsecError
+from dsec.model.errors import DsecError, NodeUnreachable
 from dsec.model.ids import new_key
 from dsec.model.specs import RunSpec
 from dsec.model.states import RunResult
@@ -54,13 +54,28 @@ class AsyncRun:
         except _Interrupted as caught:
             await self._give_up(caught.error)
             raise caught.error from None
+        except NodeUnreachable as error:
+            self._tell_how_to_go_on(error)
+            raise
         except Exception:
-            # Ours: the server refused or is away. A run that is going on goes on, its result waits under the key.
+            # Ours: the server refused.
             raise
         except BaseException as error:
             # The caller's: KeyboardInterrupt, a cancelled task, SystemExit.
             await self._give_up(error)
             raise
+
+    def _tell_how_to_go_on(self, error: NodeUnreachable) -> None:
+        """The server is away; a run that is going on goes on, and its result waits under the key."""
+        if not self._transport.met:
+            return
+        error.detail["idempotency_key"] = self._key
+        began = "the program was started and goes on" if self._process else "if the call arrived, the program goes on"
+        sandbox = self._sandbox.rpartition("/")[2]
+        error.add_note(
+            f"{began}; once the node answers again, `dsec inspect {sandbox}` shows whether it still runs, and the same "
+            f"POST {self._sandbox}/run with `Idempotency-Key: {self._key}` waits for its result and starts nothing anew"
+        )
 
     async def _streamed(self) -> RunResult:
         retry = AsyncRetry(self._transport)
