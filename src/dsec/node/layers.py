@@ -16,7 +16,8 @@ Role = Literal["base", "workspace", "toolkit"]
 
 
 class ImportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layer to make. `source` is `dir:/path`, `tar:/path` or `debootstrap:SUITE`; paths are the node's."""
+    """A layer to make. `source` is `dir:/path`, `tar:/path`, `erofs:/path`, `store:/state/dir#ref` or
+    `debootstrap:SUITE`; paths are the node's."""
 
     source: str
     name: str | None = None

@@ -430,6 +430,10 @@ def test_layers(
     assert got.out == layer["digest"] + "\n"  # type: ignore[operator] # it is a str
     assert got.err == "packing \\x1b[2J\n"
     assert server.requests[0].value()["source"] == f"dir:{tmp_path}/x"
+    for given in ("tar:", "erofs:", "store:"):
+        assert main(["layer", "import", f"{given}x#y", "t:1"]) == 0
+        assert server.requests[-1].value()["source"] == f"{given}{tmp_path}/x#y"
+    capsys.readouterr()
     assert main(["layer", "ls"]) == 0
     assert "t:1   base  2.0 KiB  -" in capsys.readouterr().out
     assert main(["layer", "rm", "t:1"]) == 0

@@ -21,7 +21,7 @@ DIGEST_PREFIX: Final = "sha256:"
 DIGITS_SHOWN: Final = 12
 DIGEST_DIGITS: Final = 64
 
-_PATH_SCHEMES = ("dir:", "tar:")
+_PATH_SCHEMES = ("dir:", "tar:", "erofs:", "store:")
 
 
 def layer_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,9 @@ def layer_options(parser: argparse.ArgumentParser) -> None:
     add = actions.add_parser(
         "import", help="make a layer of a directory, a tar or a Debian release; again to correct its role or settings"
     )
-    add.add_argument("source", help="dir:PATH, tar:PATH or debootstrap:bookworm")
+    add.add_argument(
+        "source", help="dir:PATH (the root of the layer), tar:PATH, erofs:PATH, store:DIR#LAYER or debootstrap:bookworm"
+    )
     add.add_argument("name", help="name:tag, or name@version, which never moves")
     add.add_argument(
         "--role",
