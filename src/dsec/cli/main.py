@@ -99,7 +99,8 @@ def _call(name: str, args: list[str]) -> int:
     # A module with a help of its own adds the option for it.
     add_help = not hasattr(module, f"{prefix}_help")
     parser = argparse.ArgumentParser(f"dsec {name}", description=about, allow_abbrev=False, add_help=add_help)
-    add_url(parser)
+    if not getattr(module, "OF_THIS_MACHINE", False):
+        add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
     given, unknown = parser.parse_known_args(args)
     if unknown:

@@ -478,3 +478,13 @@ def test_ps_imports_little() -> None:
     # msgspec itself imports inspect when typing_extensions is installed.
     allowed = {"inspect"} if "typing_extensions" in loaded else set()
     assert not (loaded & heavy) - allowed
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_the_node_of_another_machine_is_not_started_or_ended_from_here(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--url", "ssh://elsewhere"])
+    assert ended.value.code == 2
+    assert "the node of this machine" in capsys.readouterr().err

@@ -32,6 +32,11 @@ _POLL_S: Final = 0.05
 NODE_MODULES: Final = ("uvicorn", "uvloop", "httptools", "starlette")
 
 
+# The node of another machine is not started or ended from here: these commands have no `--url`.
+OF_THIS_MACHINE: Final = True
+_LOCAL: Final = "this is about the node of this machine; DSEC_RUN_DIR or --run-dir says which"
+
+
 class NotStarted(Unavailable):
     """The node agent did not come up."""
 
@@ -90,6 +95,8 @@ def up_command(args: argparse.Namespace) -> int:
 
 def up_hint(words: list[str]) -> str:
     """What to say of options that `dsec up` does not have: they are probably the agent's."""
+    if words[0].startswith("--url"):
+        return f"; {_LOCAL}"
     return f"; options of the agent stand after `--`: dsec up -- {' '.join(words)}"
 
 
@@ -183,6 +190,11 @@ def _last_words(log: Path, start: int) -> str:
         opened.seek(start)
         lines = opened.read().decode("utf-8", "replace").strip().splitlines()
     return "\n".join(lines[-LOG_LINES_SHOWN:]) or "(nothing)"
+
+
+def down_hint(words: list[str]) -> str:
+    """What to say of options that `dsec down` does not have."""
+    return f"; {_LOCAL}" if words[0].startswith("--url") else ""
 
 
 def down_options(parser: argparse.ArgumentParser) -> None:
