@@ -19,6 +19,9 @@ DESCRIPTORS_LOW: Final = 16_384
 PID_MAX_HIGHEST: Final = 4_194_304
 # What the machine needs besides sandboxes. For terminals it is kernel.pty.reserve, which only the host may use.
 PIDS_ASIDE: Final = 4096
+OPEN_FILE_BYTES: Final = 256
+# As systemd sets it.
+FILE_MAX_HIGHEST: Final = (1 << 63) - 1
 PTYS_ASIDE: Final = 1024
 DISK_LOW_BYTES: Final = 4 * GIB
 DISK_LOW_INODES: Final = 100_000
@@ -44,6 +47,7 @@ def examine(state_dir: Path, root: Path = proc.PROC) -> list[Finding]:
         _descriptors(),
         _processes(root),
         _terminals(root),
+        _open_files(root),
         _disk(state_dir),
         _swap(root),
     ]
@@ -108,6 +112,16 @@ def _terminals(root: Path) -> Finding:
         f"open one: sysctl kernel.pty.max={low}"
     )
     return _at_least("terminals", proc.pty_max(root), low, advice)
+
+
+def _open_files(root: Path) -> Finding:
+    # Memory is what limits a sandbox here, and the number is one for the machine.
+    low = proc.memory(root).total // OPEN_FILE_BYTES
+    advice = (
+        f"an open file costs a sandbox some {OPEN_FILE_BYTES} bytes of its memory, and when all sandboxes together have "
+        f"used these up no other can open one: sysctl fs.file-max={FILE_MAX_HIGHEST}"
+    )
+    return _at_least("open files", proc.file_max(root), low, advice)
 
 
 def _disk(state_dir: Path) -> Finding:

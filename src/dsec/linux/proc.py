@@ -62,6 +62,11 @@ def pty_max(proc: Path = PROC) -> int:
     return int((proc / "sys/kernel/pty/max").read_text())
 
 
+def file_max(proc: Path = PROC) -> int:
+    """How many files can be open on this machine, in all its processes together."""
+    return int((proc / "sys/fs/file-max").read_text())
+
+
 def processes(proc: Path = PROC) -> int:
     """How many processes and threads there are now (the fourth field of loadavg: running/all)."""
     return int((proc / "loadavg").read_text().split()[3].partition("/")[2])

@@ -17,6 +17,7 @@ def fake_proc(root: Path, **changes: str) -> Path:
         "sys/kernel/pid_max": "4194304\n",
         "sys/kernel/threads-max": "100000\n",
         "sys/kernel/pty/max": "4096\n",
+        "sys/fs/file-max": "2466186\n",
         "meminfo": "MemTotal:  1000 kB\nMemAvailable: 400 kB\nHugePages_Total: 3\nSwapTotal: 8 kB\nSwapFree: 4 kB\n",
     } | changes
     for name, text in files.items():
@@ -91,6 +92,9 @@ def test_the_doctor_says_what_to_do(tmp_path: Path) -> None:
     big = "MemTotal: 25165824 kB\nMemAvailable: 400 kB\n"
     large = {f.name: f for f in doctor.examine(tmp_path, fake_proc(tmp_path / "c", meminfo=big))}
     assert (large["processes"].level, large["terminals"].level) == ("warning", "warning")
+    # One sandbox of 700 MiB could have all of them.
+    assert (healthy["open files"].level, large["open files"].level) == ("ok", "warning")
+    assert "fs.file-max=9223372036854775807" in large["open files"].advice
     assert "kernel.pty.max=13312" in large["terminals"].advice
     raised = {"meminfo": big, "sys/kernel/threads-max": "4194304\n", "sys/kernel/pty/max": "13312\n"}
     enough = {f.name: f for f in doctor.examine(tmp_path, fake_proc(tmp_path / "d", **raised))}
