@@ -118,7 +118,7 @@ def _open_files(root: Path) -> Finding:
     # Memory is what limits a sandbox here, and the number is one for the machine.
     low = proc.memory(root).total // OPEN_FILE_BYTES
     advice = (
-        f"an open file costs a sandbox some {OPEN_FILE_BYTES} bytes of its memory, and when all sandboxes together have "
+        f"an open file costs a sandbox some {OPEN_FILE_BYTES} bytes of its memory, and when all of them together have "
         f"used these up no other can open one: sysctl fs.file-max={FILE_MAX_HIGHEST}"
     )
     return _at_least("open files", proc.file_max(root), low, advice)
