@@ -23,7 +23,7 @@ JOB = "demo"
 TRIES_PER_CANDIDATE = 3
 TEST_TIMEOUT_S = 8.0
 # Not by hard links: linked from a layer, a file gets a copy of its own first, and git takes that for damage.
-CLONE = "git clone -q --no-hardlinks /srv/repo.git /work/repo"
+CLONE = "git clone -q --no-hardlinks /srv/repo.git /srv/task/repo"
 TESTS = ["python3", "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
 
 
@@ -69,7 +69,7 @@ def baseline(client: dsec.Client) -> None:
     """The project's tests fail as it is: real failures are results, not errors."""
     with client.create(spec()) as sbx:
         sbx.run(CLONE, check=True)
-        result = sbx.run(TESTS, cwd="/work/repo", timeout_s=TEST_TIMEOUT_S)
+        result = sbx.run(TESTS, cwd="/srv/task/repo", timeout_s=TEST_TIMEOUT_S)
         for line in result.stdout.splitlines():
             if line.startswith("FAILED") or " passed" in line or " failed" in line:
                 print(f"   {line}")
@@ -80,10 +80,10 @@ def baseline(client: dsec.Client) -> None:
 def score(sbx: dsec.Sandbox, patch: bytes) -> str:
     """What a candidate is worth: it applied or not, then what its tests say."""
     sbx.run(CLONE, check=True)
-    applied = sbx.run(["git", "apply", "-"], cwd="/work/repo", stdin=patch)
+    applied = sbx.run(["git", "apply", "-"], cwd="/srv/task/repo", stdin=patch)
     if not applied.ok:
         return f"does not apply: {applied.stderr.strip().splitlines()[-1]}"
-    result = sbx.run(TESTS, cwd="/work/repo", timeout_s=TEST_TIMEOUT_S)
+    result = sbx.run(TESTS, cwd="/srv/task/repo", timeout_s=TEST_TIMEOUT_S)
     if result.cause == "timeout":
         return f"timeout after {TEST_TIMEOUT_S:.0f} s"
     if result.cause == "oom" or "memory" in result.limits_hit:

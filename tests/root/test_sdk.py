@@ -140,11 +140,11 @@ def test_programs_directories_and_users_that_are_not_there(home: Home) -> None:
     """One class for what the sandbox does not have, whoever took it away; it can be used afterwards."""
     client = home.client()
     with client.create(base=BASE, memory_mib=64) as sbx:
-        sbx.run("mkdir /work && cd /work && rm -rf /work", check=True)
+        sbx.run("mkdir /srv/task && cd /srv/task && rm -rf /srv/task", check=True)
         for arguments, field, code in (
             ({"command": ["nosuch"]}, "command", 127),
             ({"command": ["/etc/passwd"]}, "command", 126),
-            ({"command": "true", "cwd": "/work"}, "cwd", 126),
+            ({"command": "true", "cwd": "/srv/task"}, "cwd", 126),
             ({"command": "true", "user": "bob"}, "user", 126),
         ):
             with pytest.raises(dsec.ProgramNotStarted) as caught:
