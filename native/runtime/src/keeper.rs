@@ -472,7 +472,6 @@ fn say(
         let end = ToRuntime::End {
             instance: instance.to_owned(),
             nofile,
-            gates: true,
         };
         kproto::send(sock, &end, &[], true)?;
         *listing = None;

@@ -95,9 +95,6 @@ pub enum ToRuntime {
         instance: String,
         /// The keeper's descriptor limit.
         nofile: u64,
-        /// It opens gates. A keeper of an earlier version does not send it.
-        #[serde(default)]
-        gates: bool,
     },
     /// The process of an entry ended after it had fallen to the keeper.
     Exit { key: String, ending: Fallen },

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use dsec_launch::cgroup::RunUsage;
-use dsec_launch::launcher::{begin, Entered};
+use dsec_launch::launcher::Entered;
 use dsec_launch::plan::Step;
 use dsec_launch::{LaunchError, RunPlan};
 use dsec_sys::io::{wait_child, Who};
@@ -183,11 +183,8 @@ impl Launch<'_> {
             add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
             fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);
         }
-        let opens = self.link.opens_gates();
-        if opens {
-            add.push(run::GATE.to_owned());
-            fds.push(gate.as_fd());
-        }
+        add.push(run::GATE.to_owned());
+        fds.push(gate.as_fd());
         let put = Put {
             key: run::key(&self.plan.sandbox, &self.plan.run),
             meta: Some(run::encode(meta)),
@@ -196,9 +193,6 @@ impl Launch<'_> {
             close: Vec::new(),
         };
         self.link.put(put, &fds).step("run.put_pid")?;
-        if !opens {
-            begin(gate.as_fd()).step("run.begin")?;
-        }
         fail::at("run.put_pid")
     }
 }

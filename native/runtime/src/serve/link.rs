@@ -31,8 +31,6 @@ pub struct Link {
     sock: OwnedFd,
     /// Descriptors the keeper holds for us, roughly: the guard against its limit.
     held: AtomicU64,
-    /// The keeper opens gates.
-    gates: bool,
 }
 
 impl Link {
@@ -40,7 +38,6 @@ impl Link {
         Self {
             sock,
             held: AtomicU64::new(0),
-            gates: false,
         }
     }
 
@@ -51,11 +48,6 @@ impl Link {
     /// Descriptors in the keeper's hands.
     pub fn held(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
-    }
-
-    /// Whether it is the keeper that lets programs begin.
-    pub fn opens_gates(&self) -> bool {
-        self.gates
     }
 
     /// When this returns the keeper has it, whatever happens to us. It may wait for the keeper, which
@@ -95,15 +87,9 @@ impl Link {
         loop {
             match kproto::recv::<ToRuntime>(&self.sock, &mut buf, false)? {
                 Received::Msg {
-                    msg:
-                        ToRuntime::End {
-                            instance,
-                            nofile,
-                            gates,
-                        },
+                    msg: ToRuntime::End { instance, nofile },
                     ..
                 } => {
-                    self.gates = gates;
                     return Ok(Inventory {
                         instance,
                         nofile,

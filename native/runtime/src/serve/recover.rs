@@ -241,7 +241,7 @@ impl Server {
         if !launched && !done {
             // Something was to be noted before it was cloned. With a kill among it, asked for and promised,
             // it must not be sent again.
-            if marked || self.gatekeeper().is_empty() {
+            if marked {
                 return self.lost(index);
             }
             return self.remove_run(index);
@@ -302,7 +302,7 @@ impl Server {
             if let Some(found) = place.and_then(|p| p.find_leaf(&leaf)) {
                 let _ = found.kill();
             }
-            let certain = !mark.keeper.is_empty() && mark.keeper == self.gatekeeper();
+            let certain = mark.keeper == self.instance;
             if certain && !broken.contains_key(&run::key(&name.0, &name.1)) {
                 info!("recover.not_begun", sandbox = name.0, run = name.1);
                 let _ = self.records.marks.unmark(&name.0, &name.1);

@@ -7,7 +7,7 @@ use dsec_launch::plan::Code;
 use dsec_launch::LaunchError;
 
 use super::ending::cause;
-use super::run::{self, Outcome, Run};
+use super::run::{self, Outcome, Reader, Run};
 use super::Server;
 use crate::kproto::{Fallen, Put};
 use crate::proto::{Nothing, ResultUsage, RunResult};
@@ -96,15 +96,17 @@ impl Server {
         self.mark_lost(&name, &leaf);
         self.remove_entry(index);
         self.unknown.insert(name);
+        self.refuse(readers, index, &err);
+        self.run_ended(sandbox);
+    }
+
+    /// There will be no result for those who wait for one.
+    pub(super) fn refuse(&mut self, readers: Vec<Reader>, index: u64, err: &LaunchError) {
         for reader in readers {
             self.unfollow(reader.client, index);
-            self.answer(
-                reader.client,
-                reader.request,
-                Err::<Nothing, _>(err.clone()),
-            );
+            let answer = Err::<Nothing, _>(err.clone());
+            self.answer(reader.client, reader.request, answer);
         }
-        self.run_ended(sandbox);
     }
 
     /// On disk too a run is now one of which nothing is known.

@@ -146,15 +146,6 @@ impl Server {
         }
     }
 
-    /// The instance that lets programs begin, and knows which have; empty if this keeper does not.
-    pub(super) fn gatekeeper(&self) -> &str {
-        if self.link.opens_gates() {
-            &self.instance
-        } else {
-            ""
-        }
-    }
-
     pub(super) fn arm_timeout(&mut self, index: u64) {
         let Some(run) = self.runs.get(&index) else {
             return;
@@ -183,7 +174,7 @@ impl Server {
             return;
         };
         let (link, meta) = (Arc::clone(&self.link), run.meta.clone());
-        let (records, keeper) = (self.records.clone(), self.gatekeeper().to_owned());
+        let (records, keeper) = (self.records.clone(), self.instance.clone());
         let epoll = Arc::clone(&self.epoll);
         let awaited = self.unsettle(index);
         self.launchers.run_done(move || {
@@ -361,14 +352,7 @@ impl Server {
         }
         let readers = std::mem::take(&mut run.readers);
         self.remove_run(index);
-        for reader in readers {
-            self.unfollow(reader.client, index);
-            self.answer(
-                reader.client,
-                reader.request,
-                Err::<Nothing, _>(err.clone()),
-            );
-        }
+        self.refuse(readers, index, &err);
         // A stop may have waited for just this run.
         self.run_ended(sandbox);
     }
