@@ -273,23 +273,36 @@ pub(crate) fn overlay_by_fd(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Optio
     making.finish(NODEV).map(Some)
 }
 
-/// The mounts attached for a moment in the launcher's own mount namespace.
+/// Where the launcher's own mount namespace has its mounts attached for a moment.
+const SHELF: &str = "/s";
+
+/// The mounts there, by their names in it. It is the working directory as long as this lives.
 struct Attached(Vec<String>);
 
-impl Drop for Attached {
-    fn drop(&mut self) {
-        for path in &self.0 {
-            if let Ok(path) = mounting::cstring(path.as_str()) {
-                // Nothing else can be done; the launcher's next clone would copy one mount more.
-                let _ = mount::detach(&path);
-            }
-        }
+impl Attached {
+    fn start() -> Result<Self> {
+        rustix::process::chdir(SHELF).step("create.overlay.path")?;
+        Ok(Self(Vec::new()))
     }
 }
 
+impl Drop for Attached {
+    fn drop(&mut self) {
+        for name in &self.0 {
+            if let Ok(name) = mounting::cstring(name.as_str()) {
+                // Nothing else can be done; the launcher's next clone would copy one mount more.
+                let _ = mount::detach(&name);
+            }
+        }
+        // There since the launcher's namespace is. Were it not, the next overlay would say so.
+        let _ = rustix::process::chdir("/");
+    }
+}
+
+/// By names in the working directory: the mount table inside shows what overlayfs was given, and so no path.
 pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
     let step = "create.overlay.path";
-    let mut attached = Attached(Vec::new());
+    let mut attached = Attached::start()?;
     let mut put = |mounted: &OwnedFd, at: String| -> Result<String> {
         match rustix::fs::mkdir(&at, Mode::from_raw_mode(0o755)) {
             Err(rustix::io::Errno::EXIST) => {}
@@ -301,9 +314,9 @@ pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Own
     };
     let mut paths = Vec::new();
     for (index, lower) in lowers.iter().rev().enumerate() {
-        paths.push(put(lower, format!("/s/{index}"))?);
+        paths.push(put(lower, index.to_string())?);
     }
-    let upper = put(upper, "/s/u".to_owned())?;
+    let upper = put(upper, "u".to_owned())?;
     if !switch::off(switch::OVERLAY_EACH) {
         // A kernel before 6.5 may refuse only when all options are there.
         if let Ok(made) = overlay_of(&paths, &upper, true) {

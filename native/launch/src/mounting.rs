@@ -91,7 +91,7 @@ pub(crate) fn attach(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Resul
     Ok(move_mount(mount, c"", target, c"", flags)?)
 }
 
-/// Puts a detached mount at an absolute path of the current namespace.
+/// Puts a detached mount at a path of the current namespace.
 pub(crate) fn attach_at(mount: BorrowedFd<'_>, path: &str) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     Ok(move_mount(mount, c"", CWD, path, flags)?)
