@@ -1,7 +1,8 @@
 //! The cgroups of sandboxes and runs, on v2 with controllers and on v1 beside a bare v2.
 //!
 //! ```text
-//! v2  CG/ID/{payload/{init,run-RUN},aux}   limits on CG/ID, processes in leaves only
+//! v2  CG/ID/{payload/{init,run-RUN},aux}   processes in leaves only; memory, cpu limited on CG/ID,
+//!     pids on payload, beside which (entering-RUN) a run is born when the payload is full
 //! v1  memory: CG/ID[/run-RUN]   cpu, pids: CG/ID
 //! ```
 
@@ -121,7 +122,8 @@ impl Cgroups {
     fn leave_processes(&self) -> Result<()> {
         let sysctl = Path::new("/proc/sys/kernel");
         let most = number(&sysctl.join("pid_max")).min(number(&sysctl.join("threads-max")));
-        let home = self.sandbox("").home("pids");
+        let v1 = self.0.v1.iter().find(|h| h.controller == "pids");
+        let home = v1.map_or(&self.0.v2, |h| &h.base);
         let bound = most.saturating_sub(PIDS_LEFT).max(1);
         write(&home.join("pids.max"), &bound.to_string()).step("cgroup.pids")
     }
@@ -226,7 +228,8 @@ impl SandboxCgroup {
 
     /// Where a controller's files of the sandbox are.
     pub(crate) fn home(&self, controller: &str) -> PathBuf {
-        self.v1(controller).unwrap_or_else(|| self.v2(""))
+        let below = if controller == "pids" { PAYLOAD } else { "" };
+        self.v1(controller).unwrap_or_else(|| self.v2(below))
     }
 
     pub fn sandbox_id(&self) -> &str {
@@ -240,7 +243,7 @@ impl SandboxCgroup {
     fn build(&self, limits: &Limits) -> Result<()> {
         if self.inner.mode == CgroupMode::V2 {
             // Memory down to the runs, so that an OOM kill names its run.
-            delegate(&self.v2(""), "+memory")?;
+            delegate(&self.v2(""), "+memory +pids")?;
         }
         make(&self.v2(PAYLOAD)).step("cgroup.mkdir")?;
         if self.inner.mode == CgroupMode::V2 {
@@ -308,7 +311,8 @@ impl SandboxCgroup {
             set("cpu.weight", limits.cpu_weight.to_string())?;
         }
         if limits.pids_max > 0 {
-            set("pids.max", limits.pids_max.to_string())?;
+            let at = self.home("pids").join("pids.max");
+            write(&at, &limits.pids_max.to_string()).step("pids.max")?;
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use dsec_sys::process::{self, CloneSpec, Cloned};
 use dsec_sys::{cred, seccomp};
+use rustix::fs::{openat, Mode, OFlags};
 
 use crate::check;
 use crate::failpoint;
@@ -55,37 +56,86 @@ pub(crate) struct Entry<'a> {
     pub filter: &'a Program,
     pub fds: EnterFds,
     pub tasks: Vec<OwnedFd>,
+    pub leaf: OwnedFd,
+    /// Where it is born when that has no process left; made then, and gone with it.
+    pub entering: String,
     /// The launcher's own `oom_score_adj` could be lowered.
     pub lowered: bool,
 }
 
 /// Clones the run and returns at once: the child may be frozen from its first instant.
-pub(crate) fn enter(
-    server: &Server,
-    entry: &Entry<'_>,
-    cgroup: BorrowedFd<'_>,
-) -> Result<(i32, OwnedFd)> {
+pub(crate) fn enter(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
     // The next child is born in the sandbox's pid namespace; we stay where we are.
     process::setns(entry.fds.init.as_fd(), process::NEW_PID)
         .map_err(|error| gone_if(libc::ESRCH, "enter.setns_pid", &error))?;
+    let born = match give_birth(server, entry, entry.leaf.as_fd()) {
+        Err(error) if is_full(&error) && !server.cgroups.has_v1() => birth_beside(server, entry),
+        other => other.map_err(|error| refused(&error)),
+    };
+    process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
+    let born = born?;
+    failpoint::at("enter.cloned")?;
+    Ok(born)
+}
+
+/// The child's way ends in its program.
+fn give_birth(
+    server: &Server,
+    entry: &Entry<'_>,
+    cgroup: BorrowedFd<'_>,
+) -> std::io::Result<(i32, OwnedFd)> {
     let spec = CloneSpec {
         namespaces: 0,
         sibling: true,
         cgroup: Some(cgroup),
     };
-    let cloned = process::clone(&server.alone, &spec);
-    if let Ok(Cloned::Child) = cloned {
-        child(entry)
-    }
-    process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
-    // ENOMEM: the pid namespace's init is dying, no process can be born there.
-    match cloned.map_err(|error| gone_if(libc::ENOMEM, "enter.clone", &error))? {
-        Cloned::Parent { pid, pidfd } => {
-            failpoint::at("enter.cloned")?;
-            Ok((pid, pidfd))
-        }
+    match process::clone(&server.alone, &spec)? {
+        Cloned::Parent { pid, pidfd } => Ok((pid, pidfd)),
         Cloned::Child => child(entry),
     }
+}
+
+/// A clone into a cgroup of v2 that has all its processes is refused, a move is not (nor is it on v1). So
+/// who comes from outside can always enter and end what is there, and the payload cannot have one more for it.
+fn birth_beside(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
+    if server.cgroups.full()? {
+        let text = "the sandboxes of this node have all the processes they may have";
+        return Err(LaunchError::new(Code::Limit, text).with("resource", "pids"));
+    }
+    let beside = server.cgroups.make_entering(&entry.entering)?;
+    let born = give_birth(server, entry, beside.as_fd()).map_err(|error| refused(&error));
+    let moved = born.and_then(|(pid, pidfd)| {
+        failpoint::at("enter.beside")?;
+        match move_to(entry.leaf.as_fd(), pid) {
+            // Killed from inside, where it has been seen since the clone.
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            other => other.step("enter.move")?,
+        }
+        Ok((pid, pidfd))
+    });
+    server.cgroups.remove_entering(&entry.entering);
+    moved
+}
+
+fn move_to(leaf: BorrowedFd<'_>, pid: i32) -> std::io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    let procs = openat(leaf, "cgroup.procs", flags, Mode::empty())?;
+    rustix::io::write(procs, pid.to_string().as_bytes())?;
+    Ok(())
+}
+
+fn is_full(error: &std::io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EAGAIN)
+}
+
+/// ENOMEM: the pid namespace's init is dying, no process can be born there. EAGAIN: the machine has no
+/// process left.
+fn refused(error: &std::io::Error) -> LaunchError {
+    let said = gone_if(libc::ENOMEM, "enter.clone", error);
+    if is_full(error) {
+        return said.with("resource", "pids");
+    }
+    said
 }
 
 /// How a step says that the init is no more.

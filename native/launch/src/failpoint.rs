@@ -33,6 +33,7 @@ pub const NAMES: &[&str] = &[
     "init.masked",
     "init.confined",
     "create.ready",
+    "enter.beside",
     "enter.cloned",
     "enter.joined",
     "enter.entered",

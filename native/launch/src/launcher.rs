@@ -21,6 +21,7 @@ use crate::config::Config;
 use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
+use crate::run_cgroup::entering;
 use crate::upper::Upper;
 use crate::wire::{self, Home, Inbox, Reply, Request};
 use crate::{failpoint, switch};
@@ -225,7 +226,7 @@ impl Newborn<'_> {
             let _ = process::reap(created.init_pidfd.as_fd(), REAP_DEADLINE_MS);
             return;
         }
-        end_strays(&format!("{}/{INIT}", self.cgroup.sandbox_id()));
+        end_strays(&[format!("{}/{INIT}", self.cgroup.sandbox_id())]);
     }
 }
 
@@ -238,9 +239,8 @@ impl Drop for Newborn<'_> {
 /// A launcher that died between a clone and telling us leaves a child of ours that nobody knows, alive
 /// or a zombie; a zombie keeps its pid namespace from ending. The cgroup says whose it is. Reads all
 /// of /proc, but only after such a failure.
-fn end_strays(leaf: &str) {
+fn end_strays(leaves: &[String]) {
     let own = std::process::id().to_string();
-    let suffix = format!("/{leaf}");
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let name = entry.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
@@ -256,7 +256,12 @@ fn end_strays(leaf: &str) {
             .rsplit(')')
             .next()
             .and_then(|rest| rest.split_whitespace().nth(1));
-        let inside = |line: &str| line.starts_with("0::") && line.ends_with(&suffix);
+        let in_leaf = |path: &str| {
+            leaves
+                .iter()
+                .any(|leaf| path.ends_with(&format!("/{leaf}")))
+        };
+        let inside = |line: &str| line.strip_prefix("0::").is_some_and(in_leaf);
         if parent != Some(own.as_str()) || !read("cgroup").lines().any(inside) {
             continue;
         }
@@ -382,12 +387,13 @@ impl Launcher {
         let [stdin, stdout, stderr] = stdio;
         let (theirs, their_gate) = (theirs.as_fd(), their_gate.as_fd());
         let fds = [target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
+        let leaves = [cgroup.path(), entering(&cgroup.path())];
         let entered = self.with(|process| {
             process.send(&request, &fds)?;
             let reply = process.receive(Instant::now() + ENTER_DEADLINE);
             if let Err(Failed::Died) = reply {
                 // Without the gate nothing has begun.
-                end_strays(&cgroup.path());
+                end_strays(&leaves);
                 return Err(Failed::Unread);
             }
             match reply? {
@@ -399,7 +405,7 @@ impl Launcher {
                 (Reply::Ready, _) => Err(died().into()),
             }
         });
-        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
+        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&leaves))?;
         Ok(Entered {
             pid,
             pidfd,

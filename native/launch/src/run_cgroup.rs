@@ -28,6 +28,11 @@ pub struct RunUsage {
 
 const PEAK_V1: &str = "memory.max_usage_in_bytes";
 
+/// Where the launcher has a run of [`RunCgroup::path`] born when the payload is full: `ID/entering-RUN`.
+pub(crate) fn entering(path: &str) -> String {
+    path.replacen("/payload/run-", "/entering-", 1)
+}
+
 /// A leaf for one run at a time. A value, not an owner.
 #[derive(Debug, Clone)]
 pub struct RunCgroup {

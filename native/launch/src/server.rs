@@ -7,7 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use dsec_sys::{cred, mount, net, process};
-use rustix::fs::{openat, Mode, OFlags, CWD};
+use rustix::fs::{mkdirat, openat, unlinkat, AtFlags, Mode, OFlags, CWD};
+use rustix::io::Errno;
 
 use crate::cgroup::{Cgroups, INIT};
 use crate::create;
@@ -17,6 +18,7 @@ use crate::init::{self, Hidden};
 use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
+use crate::run_cgroup::entering;
 use crate::switch;
 use crate::wire::{self, Home, Inbox, Reply, Request};
 
@@ -46,7 +48,7 @@ impl CgroupDirs {
         })
     }
 
-    fn leaf(&self, path: &str) -> Result<OwnedFd> {
+    pub(crate) fn leaf(&self, path: &str) -> Result<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         openat(&self.v2, path, flags, Mode::empty()).step("launcher.cgroup")
     }
@@ -67,6 +69,36 @@ impl CgroupDirs {
             group = sandbox;
         }
         Ok(opened)
+    }
+
+    /// Whether one more process would be over the bound of all sandboxes together.
+    pub(crate) fn full(&self) -> Result<bool> {
+        let read = |file: &str| -> Result<u64> {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let opened = openat(&self.v2, file, flags, Mode::empty()).step("launcher.pids")?;
+            let text = io::read_to_string(File::from(opened)).step("launcher.pids")?;
+            // "max" is no bound.
+            Ok(text.trim().parse().unwrap_or(u64::MAX))
+        };
+        Ok(read("pids.current")? >= read("pids.max")?)
+    }
+
+    /// A group outside the bounds of a sandbox's payload, empty.
+    pub(crate) fn make_entering(&self, path: &str) -> Result<OwnedFd> {
+        match mkdirat(&self.v2, path, Mode::from_raw_mode(0o755)) {
+            Err(Errno::EXIST) => {}
+            other => other.step("launcher.entering")?,
+        }
+        self.leaf(path)
+    }
+
+    pub(crate) fn remove_entering(&self, path: &str) {
+        // What is left of it goes with the sandbox.
+        let _ = unlinkat(&self.v2, path, AtFlags::REMOVEDIR);
+    }
+
+    pub(crate) fn has_v1(&self) -> bool {
+        !self.v1.is_empty()
     }
 
     pub(crate) fn open_sandbox(&self, id: &str) -> Result<(OwnedFd, Vec<OwnedFd>)> {
@@ -205,10 +237,11 @@ impl Server {
                     filter: &filter,
                     fds,
                     tasks: self.cgroups.tasks(&memory, &sandbox)?,
+                    leaf: self.cgroups.leaf(&cgroup)?,
+                    entering: entering(&cgroup),
                     lowered: self.lowered,
                 };
-                let leaf = self.cgroups.leaf(&cgroup)?;
-                let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;
+                let (pid, pidfd) = enter::enter(self, &entry)?;
                 Ok((Reply::Cloned { pid }, Some(pidfd)))
             }
         }

@@ -152,7 +152,8 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
 fn every_failpoint_leaves_nothing() {
     require!();
     // Those of a run are passed by a run; some are in this process and have their own test.
-    let here = |name: &str| name.starts_with("assembly.") || name.starts_with("spare.");
+    let own = ["assembly.", "spare.", BESIDE];
+    let here = |name: &str| own.iter().any(|start| name.starts_with(start));
     let names = failpoint::NAMES.iter().filter(|name| !here(name));
     for name in names {
         for action in ["error", "kill"] {
@@ -177,6 +178,45 @@ fn every_failpoint_leaves_nothing() {
             drop(node.create(&plan("a")).expect("again"));
             assert_eq!(before, Inventory::take(&node), "{name}:{action}");
         }
+    }
+}
+
+/// Passed on cgroup v2 with controllers only.
+const BESIDE: &str = "enter.beside";
+
+#[test]
+fn a_full_sandbox_can_be_entered() {
+    require!();
+    for armed in ["", "error", "kill"] {
+        let node = match armed {
+            "" => Node::new(),
+            action => {
+                Node::with_env(&[("DSEC_NATIVE_FAILPOINTS", &format!("{BESIDE}:1:{action}"))])
+            }
+        };
+        let before = Inventory::take(&node);
+        let mut wish = plan("a");
+        wish.pids_max = 4;
+        let sandbox = node.create(&wish).expect("created");
+        let sleep = || sandbox.start(&sandbox.run_plan(&["/bin/sleep", "100"]));
+        // With the init, which counts, these are all.
+        let mut there: Vec<_> = (0..3).map(|_| sleep().expect("started")).collect();
+        match sleep() {
+            Ok(going) => there.push(going),
+            Err(error) => println!("{armed}: {error}"),
+        }
+        node.calm_down();
+        there.push(sleep().expect("another one"));
+        assert!(there.iter().all(|going| going.status().is_none()));
+        let forks = sandbox.sh("(exit 0); exit 0");
+        assert_ne!(forks.code, 0, "{forks:?}");
+        assert_eq!(sandbox.sh("kill -9 -1").code, 0);
+        for going in there {
+            assert_eq!(going.code(), 137);
+        }
+        assert_eq!(sandbox.sh("(exit 0); exit 0").code, 0);
+        sandbox.stop();
+        assert_eq!(before, Inventory::take(&node), "{armed}");
     }
 }
 

@@ -132,7 +132,6 @@ impl Launch<'_> {
         meta.base_oom = before.oom_kills;
         meta.base_user_us = before.user_us;
         meta.base_system_us = before.system_us;
-        meta.base_pids = leaf.pids_max_events();
         let fds = [
             self.stdio.stdin.as_fd(),
             self.stdio.stdout.as_fd(),
@@ -152,6 +151,8 @@ impl Launch<'_> {
             status,
             gate,
         } = entered;
+        // Nothing of the program has happened yet, and entering a full sandbox counts as a refusal.
+        meta.base_pids = leaf.pids_max_events();
         let process = Process { pid, pidfd, status };
         match self.keep(&meta, &process, gate) {
             Ok(()) => Ok(Launched {

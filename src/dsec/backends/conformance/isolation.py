@@ -123,6 +123,23 @@ async def the_process_limit_holds(subject: Subject) -> None:
         equal((await box.run("true")).exit_code, 0, "the next run")
 
 
+@check("pids", "posix")
+async def a_full_sandbox_can_be_entered(subject: Subject) -> None:
+    """Where the process limit is reached a program still runs, cannot fork, and can end the others."""
+    async with sandbox(subject, pids=8) as box:
+        there = [await box.spawn(f"exec sleep {FOREVER}") for _ in range(8)]
+        entered = await box.run("true")
+        equal((entered.exit_code, entered.limits_hit), (0, ()), "a program in the full sandbox")
+        forking = await box.sh("(exit 0); exit 0")
+        expect(forking.exit_code != 0, "a fork beyond the limit worked")
+        expect("pids" in forking.limits_hit, f"limits_hit {forking.limits_hit}")
+        equal((await box.sh("kill -9 -1")).exit_code, 0, "ending the others")
+        for spawned in there:
+            equal((await spawned.end()).signal, 9, "the signal")
+        again = await box.sh("(exit 0); exit 0")
+        equal((again.exit_code, again.limits_hit), (0, ()), "a fork below the limit")
+
+
 @check("disk")
 async def the_disk_limit_is_exact(subject: Subject) -> None:
     """More than its disk does not fit; what was written stays readable; after deleting there is room again."""
