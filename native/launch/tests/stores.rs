@@ -15,6 +15,7 @@ use dsec_launch::layers::Pinned;
 use dsec_launch::netns::NetnsPool;
 use dsec_launch::plan::{CgroupMode, Code, UpperKind};
 use dsec_sys::process;
+use kit::uppers::has;
 use kit::{plan, Inventory, Node, MIB};
 
 /// Bytes that fit into the sandbox's root.
@@ -32,6 +33,13 @@ fn every_upper_is_limited_exactly_and_freed() {
     assert!(!kinds.is_empty());
     for kind in kinds {
         let bytes = 24 * MIB;
+        if !has(kind) {
+            let mut wish = plan("a");
+            wish.upper.kind = kind;
+            let refused = node.create(&wish).err().expect("cannot be idmapped");
+            assert_eq!(refused.code, Code::Unsupported, "{kind:?}: {refused:?}");
+            continue;
+        }
         for round in 0..2 {
             let mut wish = plan("a");
             wish.upper.kind = kind;
@@ -156,7 +164,13 @@ fn every_failpoint_leaves_nothing() {
     let here = |name: &str| own.iter().any(|start| name.starts_with(start));
     let names = failpoint::NAMES.iter().filter(|name| !here(name));
     for name in names {
-        for action in ["error", "kill"] {
+        // In a guest one pass: the harder one.
+        let actions = if kit::pace::in_guest() {
+            &["kill"][..]
+        } else {
+            &["error", "kill"]
+        };
+        for action in actions {
             let node = Node::with_env(&[("DSEC_NATIVE_FAILPOINTS", &format!("{name}:1:{action}"))]);
             let before = Inventory::take(&node);
             match node.create(&plan("a")) {
@@ -243,7 +257,7 @@ fn hundreds_of_sandboxes_leave_nothing() {
     let node = Node::new();
     drop(node.create(&plan("warm")).expect("created"));
     let before = Inventory::take(&node);
-    for _ in 0..500 {
+    for _ in 0..kit::pace::fewer(500) {
         drop(node.create(&plan("a")).expect("created"));
     }
     assert_eq!(before, Inventory::take(&node));

@@ -15,22 +15,19 @@ use dsec_launch::assembly::{Assembled, Assembly};
 use dsec_launch::cgroup::RunCgroup;
 use dsec_launch::config::Config;
 use dsec_launch::launcher::{begin, read_status, Entered, Launcher, Target};
-use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperSpec};
+use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan};
+use dsec_launch::plan::{UpperKind, UpperSpec};
 use dsec_sys::process;
 use serde_bytes::ByteBuf;
 
+pub mod pace;
 pub mod uppers;
 
+use pace::patience;
 use uppers::light;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_dsec-launch-debug");
 pub const MIB: u64 = 1 << 20;
-
-/// How long a program that hangs is waited for; a guest of the vm lane may be twenty times slower.
-fn patience() -> Duration {
-    let guest = std::env::var_os("DSEC_GUEST").is_some_and(|value| !value.is_empty());
-    Duration::from_secs(if guest { 240 } else { 60 })
-}
 
 static NEXT: AtomicU32 = AtomicU32::new(1);
 
@@ -170,7 +167,18 @@ impl Node {
             .pinned
             .mount("base", &base)
             .expect("the base");
+        node.make_store();
         node
+    }
+
+    /// What the first upper of a kind makes for all that follow stays, and no inventory is to count it.
+    fn make_store(&self) {
+        if light() == UpperKind::Tmpfs {
+            return;
+        }
+        let uppers = &self.assembly().uppers;
+        let first = uppers.create("first", &plan("first").upper);
+        uppers.remove(&first.expect("an upper")).expect("removed");
     }
 
     pub fn assembly(&self) -> &Assembly {
