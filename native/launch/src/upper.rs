@@ -19,6 +19,13 @@ use crate::layers::{check_name, Pinned};
 use crate::mounting::{self, attach_at, cstring};
 use crate::plan::{Code, LaunchError, Result, Step, UpperKind, UpperSpec};
 
+/// Best first.
+const ORDER: [UpperKind; 4] = [
+    UpperKind::Prjquota,
+    UpperKind::Btrfs,
+    UpperKind::Ext4,
+    UpperKind::Tmpfs,
+];
 /// Share of the free space the shared loop file may grow to.
 const BTRFS_SHARE: (u64, u64) = (9, 10);
 /// Ids of subvolumes, which are the ids of their quota groups (level 0).
@@ -71,7 +78,8 @@ pub struct DiskUsage {
 pub struct Uppers {
     pub(crate) pinned: Pinned,
     state_dir: PathBuf,
-    kinds: OnceLock<Vec<UpperKind>>,
+    /// Of [`ORDER`], those that were tried.
+    works: [OnceLock<bool>; ORDER.len()],
     /// Quota groups of removed subvolumes, which go once their space is back.
     stale: Mutex<Vec<u64>>,
 }
@@ -83,24 +91,22 @@ impl Uppers {
         Ok(Self {
             pinned: pinned.clone(),
             state_dir: config.state_dir.clone(),
-            kinds: OnceLock::new(),
+            works: Default::default(),
             stale: Mutex::new(Vec::new()),
         })
     }
 
-    /// Kinds that work here, best first; tried once.
+    /// Kinds that work here, best first, each tried once and not before it is asked for: some trials make a
+    /// file system.
+    fn working(&self) -> impl Iterator<Item = UpperKind> + '_ {
+        let both = ORDER.iter().copied().zip(&self.works);
+        let works = |kind| trial(kind, &self.state_dir).is_ok();
+        both.filter_map(move |(kind, known)| known.get_or_init(|| works(kind)).then_some(kind))
+    }
+
+    /// All kinds that work here, best first.
     pub fn kinds(&self) -> Vec<UpperKind> {
-        let tried = self.kinds.get_or_init(|| {
-            let order = [
-                UpperKind::Prjquota,
-                UpperKind::Btrfs,
-                UpperKind::Ext4,
-                UpperKind::Tmpfs,
-            ];
-            let works = |kind: &UpperKind| trial(*kind, &self.state_dir).is_ok();
-            order.into_iter().filter(works).collect()
-        });
-        tried.clone()
+        self.working().collect()
     }
 
     fn choose(&self, spec: &UpperSpec) -> Result<UpperKind> {
@@ -112,7 +118,7 @@ impl Uppers {
             }
             return Ok(spec.kind);
         }
-        let found = self.kinds().into_iter().find(|kind| counts(*kind));
+        let found = self.working().find(|kind| counts(*kind));
         found.ok_or_else(|| LaunchError::unsupported("upper", "no kind of upper works here"))
     }
 
