@@ -247,13 +247,17 @@ fn limits_hold_and_are_counted() {
         sandbox.made.cgroup.usage().expect("usage").pids_max_events > 0,
         "{fork:?}"
     );
-    let run = sandbox.run_plan(&[
-        "/bin/sh",
-        "-c",
-        "head -c 1000000000 /dev/zero | tail -c 1000000000",
-    ]);
-    let going = sandbox.start(&run).expect("started");
-    going.code();
+    // One large read and no loop of a program's own, whose pages the kernel would drop and read again for minutes
+    // before it gives up, where a machine is slow.
+    let hog = [
+        "/bin/dd",
+        "if=/dev/zero",
+        "of=/dev/null",
+        "bs=1000M",
+        "count=1",
+    ];
+    let going = sandbox.start(&sandbox.run_plan(&hog)).expect("started");
+    assert_eq!(going.code(), 137);
     let used = going.cgroup.usage().expect("usage");
     assert!(used.oom_kills > 0, "{used:?}");
     assert!(used.memory_peak_bytes > 200 * MIB, "{used:?}");
@@ -286,7 +290,13 @@ fn memory_that_no_process_holds_does_not_end_the_init() {
     let init = score(&sandbox.made.created.init_pid.to_string());
     assert!(score(&going.entered.pid.to_string()) > init);
     // The one that fills it is ended; what it filled stays.
-    let fill = ["/bin/sh", "-c", "head -c 60m /dev/zero > /dev/shm/a"];
+    let fill = [
+        "/bin/dd",
+        "if=/dev/zero",
+        "of=/dev/shm/a",
+        "bs=1M",
+        "count=60",
+    ];
     let filled = sandbox.finish(&sandbox.run_plan(&fill)).expect("a run");
     assert_ne!(filled.code, 0, "{filled:?}");
     let init = sandbox.made.created.init_pidfd.as_fd();
