@@ -28,11 +28,13 @@ def home() -> Iterator[Home]:
         yield made
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(("where", "code"), examples(), ids=[where for where, _ in examples()])
 def test_examples_of_the_documentation(home: Home, where: str, code: str) -> None:
     subprocess.run([sys.executable, "-c", code], env=home.env, check=True)
 
 
+@pytest.mark.same_everywhere
 def test_command_line(home: Home) -> None:
     assert home.dsec("run", "--", "cat", "/etc/debian_version").startswith(b"12")
     home.dsec("run", "-d", "--name", "work", "--memory-mib", "64")
@@ -175,6 +177,7 @@ def test_another_node_is_refused_the_cgroup(home: Home, tmp_path: Path) -> None:
         assert sbx.run("true").ok
 
 
+@pytest.mark.same_everywhere
 def test_everything_can_be_stopped_when_the_agent_has_died(home: Home) -> None:
     home.client().create(base=BASE, memory_mib=64)
     pid = home.agent()

@@ -124,6 +124,7 @@ def test_the_same_content_is_the_same_layer_however_it_comes(store: LayerStore, 
     assert len(store.list()) == 1
 
 
+@pytest.mark.same_everywhere
 def test_an_import_again_with_other_settings_is_what_the_name_has_then(store: LayerStore, tree: Path) -> None:
     store.import_source(f"dir:{tree}", "l2:1")
     made = store.import_source(f"dir:{tree}", "l2:1", role="workspace", config=Config({"A": "1"}, "/w", "root"))
@@ -319,6 +320,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(point)], check=True)  # the store keeps its catalogue open
 
 
+@pytest.mark.same_everywhere
 def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path) -> None:
     store = LayerStore(small)
     source = tmp_path / "big"
@@ -368,6 +370,7 @@ def test_a_cancelled_import_ends_and_leaves_nothing(store: LayerStore, tmp_path:
     assert leftovers(store) == []
 
 
+@pytest.mark.same_everywhere
 def test_a_link_to_a_directory_is_that_directory(store: LayerStore, tree: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tree)
     assert store.import_source(f"dir:{tmp_path}/link").layer.digest == store.import_source(f"dir:{tree}").layer.digest
