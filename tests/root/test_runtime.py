@@ -522,7 +522,7 @@ def test_the_runtime_dies_and_nothing_is_lost(node: Node) -> None:
         nonlocal kills
         rnd = random.Random(3)
         before = -1
-        while not stop.wait(rnd.uniform(0.05, 0.6)):
+        while kills < fewer(100) and not stop.wait(rnd.uniform(0.05, 0.6)):
             if Counted.frames > before:  # killed before it has said anything it would never get on
                 before = Counted.frames
                 node.kill_runtime()
