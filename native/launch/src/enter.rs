@@ -28,6 +28,9 @@ const OOM_SCORE_ABOVE_ZERO: &str = "500";
 /// Longest program name made of PATH and argv[0].
 const PROGRAM_MAX: usize = 4096;
 
+/// Descriptors of every request; those of v1 follow.
+const ALWAYS: usize = 7;
+
 /// The descriptors of a request, in order.
 #[derive(Debug)]
 pub(crate) struct EnterFds {
@@ -35,16 +38,24 @@ pub(crate) struct EnterFds {
     pub stdio: [OwnedFd; 3],
     pub status: OwnedFd,
     pub gate: OwnedFd,
+    /// To be born in.
+    pub cgroup: OwnedFd,
+    /// To join, one of each v1 hierarchy.
+    pub tasks: Vec<OwnedFd>,
 }
 
 impl EnterFds {
-    pub(crate) fn of(fds: Vec<OwnedFd>) -> Option<Self> {
-        let [init, stdin, stdout, stderr, status, gate]: [OwnedFd; 6] = fds.try_into().ok()?;
+    pub(crate) fn of(mut fds: Vec<OwnedFd>) -> Option<Self> {
+        let tasks = (fds.len() >= ALWAYS).then(|| fds.split_off(ALWAYS))?;
+        let [init, stdin, stdout, stderr, status, gate, cgroup]: [OwnedFd; ALWAYS] =
+            fds.try_into().ok()?;
         Some(Self {
             init,
             stdio: [stdin, stdout, stderr],
             status,
             gate,
+            cgroup,
+            tasks,
         })
     }
 }
@@ -55,10 +66,8 @@ pub(crate) struct Entry<'a> {
     pub policy: &'a RunPolicy,
     pub filter: &'a Program,
     pub fds: EnterFds,
-    pub tasks: Vec<OwnedFd>,
-    pub leaf: OwnedFd,
-    /// Where it is born when that has no process left; made then, and gone with it.
-    pub entering: String,
+    /// Where it is born when its group has no process left; made then, and gone with it.
+    pub entering: &'a str,
     /// The launcher's own `oom_score_adj` could be lowered.
     pub lowered: bool,
 }
@@ -68,7 +77,7 @@ pub(crate) fn enter(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)
     // The next child is born in the sandbox's pid namespace; we stay where we are.
     process::setns(entry.fds.init.as_fd(), process::NEW_PID)
         .map_err(|error| gone_if(libc::ESRCH, "enter.setns_pid", &error))?;
-    let born = match give_birth(server, entry, entry.leaf.as_fd()) {
+    let born = match give_birth(server, entry, entry.fds.cgroup.as_fd()) {
         Err(error) if is_full(&error) && !server.cgroups.has_v1() => birth_beside(server, entry),
         other => other.map_err(|error| refused(&error)),
     };
@@ -102,18 +111,18 @@ fn birth_beside(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
         let text = "the sandboxes of this node have all the processes they may have";
         return Err(LaunchError::new(Code::Limit, text).with("resource", "pids"));
     }
-    let beside = server.cgroups.make_entering(&entry.entering)?;
+    let beside = server.cgroups.make_entering(entry.entering)?;
     let born = give_birth(server, entry, beside.as_fd()).map_err(|error| refused(&error));
     let moved = born.and_then(|(pid, pidfd)| {
         failpoint::at("enter.beside")?;
-        match move_to(entry.leaf.as_fd(), pid) {
+        match move_to(entry.fds.cgroup.as_fd(), pid) {
             // Killed from inside, where it has been seen since the clone.
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
             other => other.step("enter.move")?,
         }
         Ok((pid, pidfd))
     });
-    server.cgroups.remove_entering(&entry.entering);
+    server.cgroups.remove_entering(entry.entering);
     moved
 }
 
@@ -218,7 +227,7 @@ fn join(entry: &Entry<'_>) -> Result<()> {
     };
     // Before the first charge to the sandbox's memory.
     init::write_proc("/proc/self/oom_score_adj", score).step("enter.oom")?;
-    init::join(&entry.tasks)?;
+    init::join(&entry.fds.tasks)?;
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }

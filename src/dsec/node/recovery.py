@@ -18,7 +18,7 @@ from dsec.model.states import EndReason
 from dsec.node import box as boxes
 from dsec.node.admission import Need
 from dsec.node.box import SELECT, Box, Row, read_row
-from dsec.node.core import Core
+from dsec.node.core import NODE_SCOPE, Core
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.store import Statement
 
@@ -142,13 +142,13 @@ class Recovery:
     async def _steps(self) -> None:
         """Every step that was begun: its run is waited for, or it will be said that its end is not known."""
         core = self._core
-        drop: list[Statement] = []
-        for step in core.steps.open():
-            box = core.boxes.get(step.scope)
-            if step.kind == "create":
-                drop.append(core.steps.drop(step.scope, step.key))
-            elif step.kind == "run" and box is not None and box.info.state == "running":
-                core.runs.resume(box, step)
+        creations = [step for step in core.steps.open(NODE_SCOPE) if step.kind == "create"]
+        drop: list[Statement] = [core.steps.drop(step.scope, step.key) for step in creations]
+        for box in list(core.boxes.values()):
+            if box.info.state == "running":
+                for step in core.steps.open(box.id):
+                    if step.kind == "run":
+                        core.runs.resume(box, step)
         if drop:
             await core.store.commit(*drop, durable=False)
 

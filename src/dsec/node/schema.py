@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 2
+VERSION = 3
 
 # The i-th entry takes a database from version i to i + 1. Entries are never changed once released, only added.
 _MIGRATIONS: tuple[str, ...] = (
@@ -45,6 +45,12 @@ _MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE sandboxes ADD COLUMN base BLOB;
     ALTER TABLE steps ADD COLUMN command TEXT NOT NULL DEFAULT '';
     CREATE INDEX sandbox_ended_name ON sandboxes (name, ended_at) WHERE name IS NOT NULL AND ended_at IS NOT NULL;
+    """,
+    # Only of creations: in an index of all that is open each run would write a page when it begins and one when it
+    # ends, a third of what is flushed before it is answered. The open runs of a living sandbox are found by its rows.
+    """
+    DROP INDEX step_open;
+    CREATE INDEX step_open ON steps (subject) WHERE scope = '' AND state = 0;
     """,
 )
 assert len(_MIGRATIONS) == VERSION

@@ -108,9 +108,12 @@ class Steps:
             raise conflict(key, kind)
         return step
 
-    def open(self) -> list[Step]:
-        """Rows begun and never answered."""
-        return [Step(*row) for row in self._store.read(f"SELECT {_COLUMNS} FROM steps WHERE state = {BEGUN}")]
+    def open(self, scope: str) -> list[Step]:
+        """Rows of a scope that were begun and never answered. Reads all its rows, but for the node's own scope."""
+        # Written out: the index of the node's scope serves only a query that names it.
+        where = "scope = ''" if not scope else "scope = ?"
+        sql = f"SELECT {_COLUMNS} FROM steps WHERE {where} AND state = {BEGUN}"
+        return [Step(*row) for row in self._store.read(sql, (scope,) if scope else ())]
 
     def by_subject(self, scope: str, subject: str) -> Step | None:
         """The row about a process of a sandbox."""

@@ -19,7 +19,7 @@ class Discards:
     A frame by itself wakes the runtime and then, with its answer, us: a tenth of what a run costs both.
     """
 
-    def __init__(self, send: Callable[[RunRef], None]) -> None:
+    def __init__(self, send: Callable[[list[RunRef]], None]) -> None:
         self._send = send
         self._waiting: list[RunRef] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -30,18 +30,17 @@ class Discards:
             self._timer = asyncio.get_running_loop().call_later(DISCARD_WITHIN_S, self._late)
         self._waiting.append(ref)
         if len(self._waiting) >= DISCARDS_MAX:
-            self.flush()
+            self._send(self.take())
 
     def _late(self) -> None:
         self._timer = None
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what waits. The timer stays: setting one for each run would cost more than it sends too early."""
         if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for ref in waiting:
-                self._send(ref)
+            self._send(self.take())
+
+    def take(self) -> list[RunRef]:
+        """What waits, for who sends it. The timer stays: one for each run would cost more than it fires too early."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def close(self) -> None:
         """Nothing is sent any more."""

@@ -209,9 +209,12 @@ class RuntimeClient:
             await self._ready()
             if pending.future.done():  # too late
                 return
-        self._discards.flush()
         self._pending[pending.id] = pending
         pending.sent += 1
+        # In one piece, and the request first: the runtime, woken for a result that is not wanted any more, would do
+        # that before it hears of the request, and often on the CPU that we are about to send it from.
+        for ref in self._discards.take():
+            frame += frames.encode(v.Request(next(self._ids), ops.FORGET.name, ref))
         link.send_frame(frame)
         if link.congested:
             await link.drain()
@@ -237,10 +240,11 @@ class RuntimeClient:
         if count and link is not None and link.alive and request in self._pending:
             link.send(v.Request(next(self._ids), "run.ack", v.RunAck(request, count)))
 
-    def _forget(self, ref: v.RunRef) -> None:
+    def _forget(self, refs: list[v.RunRef]) -> None:
         link = self._link
         if link is not None and link.alive and self._up.is_set():
-            link.send(v.Request(next(self._ids), ops.FORGET.name, ref))
+            for ref in refs:
+                link.send(v.Request(next(self._ids), ops.FORGET.name, ref))
 
     async def _last_words(self, op: Op[v.Nothing], args: Any) -> None:
         """An operation after which the runtime may be gone before it answers."""

@@ -241,6 +241,10 @@ def test_an_older_database_is_brought_up_and_read(tmp_path: Path):
     assert (row.info, row.handle, row.expires_boot, row.idle_boot) == (info, handle, 5.0, 6.0)
     assert "PATH" in row.base.env
     assert s.read("SELECT command, step FROM steps") == [("", 3)]
+    # Creations that are open are found by an index; a run is in none, which would be written twice for it.
+    (plan,) = s.read("EXPLAIN QUERY PLAN DELETE FROM steps WHERE scope = '' AND subject = ? AND state = 0", ("x",))
+    assert "step_open" in plan[-1]
+    assert s.read("SELECT count(*) FROM pragma_index_list('steps') WHERE origin = 'c'") == [(1,)]
     s.close()
 
 

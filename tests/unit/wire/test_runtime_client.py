@@ -89,8 +89,9 @@ def test_discards_go_with_the_next_request_or_a_little_later(tmp_path: Path) -> 
         client.discard("s", "a")
         client.discard("s", "b")
         await client.run(start("r"))
+        await until(lambda: server.count("run.forget") == 2)
         ops_seen = [(op, args.get("run")) for op, args in server.seen if op.startswith("run.")]
-        assert ops_seen == [("run.forget", "a"), ("run.forget", "b"), ("run.start", "r")]
+        assert ops_seen == [("run.start", "r"), ("run.forget", "a"), ("run.forget", "b")]
         client.discard("s", "alone")
         await until(lambda: server.count("run.forget") == 3)
 
