@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup, INIT};
 use crate::check;
 use crate::config::Config;
-use crate::create::IDS;
+pub use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::upper::Upper;
@@ -49,7 +49,7 @@ pub struct Launcher {
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub upper: &'a Upper,
-    /// First of the 65,536 ids of the sandbox; a multiple of 65,536, never 0.
+    /// First of the 65,536 ids of the sandbox, none of them below 65,536.
     pub uid_base: u32,
     pub netns: BorrowedFd<'a>,
     pub cgroup: &'a SandboxCgroup,
@@ -317,8 +317,8 @@ impl Launcher {
     /// Blocks until the sandbox is complete or `plan.deadline_ms` passed. On failure no process is
     /// left; cgroup, upper and netns stay the caller's.
     pub fn create(&self, plan: &SandboxPlan, prepared: &Prepared<'_>) -> Result<Created> {
-        if prepared.uid_base == 0 || prepared.uid_base % IDS != 0 {
-            let text = "uid_base must be a positive multiple of 65536";
+        if prepared.uid_base < IDS {
+            let text = "uid_base must be above the host's own ids";
             return Err(LaunchError::field("uid_base", text));
         }
         let end = Instant::now() + Duration::from_millis(plan.deadline_ms);
