@@ -81,6 +81,9 @@ pub(crate) struct Server {
     pub control: OwnedFd,
     pub pinned: OwnedFd,
     pub own_mnt: OwnedFd,
+    /// Where inits are born: as ours, and nothing is mounted there.
+    pub birth_mnt: OwnedFd,
+    pub proc: OwnedFd,
     pub own_net: OwnedFd,
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
@@ -125,17 +128,19 @@ fn start() -> Result<Server> {
     let hidden = Hidden::find();
     let sys = create::own_sysfs()?;
     rustix::process::umask(Mode::empty());
-    empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
+    empty_namespace(&run_dir, "1m", &["proc", "stage", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
     let proc = mounting::make("launcher.proc", c"proc", &[], attributes)?;
+    let (own_mnt, birth_mnt) = namespaces(&proc)?;
     attach_at(proc.as_fd(), "/proc").step("launcher.proc")?;
-    let own_mnt = open(Path::new("/proc/self/ns/mnt"))?;
     cred::keep_caps_over_ids().step("launcher.securebits")?;
     Ok(Server {
         alone,
         control,
         pinned,
         own_mnt,
+        birth_mnt,
+        proc,
         own_net,
         own_pid,
         cgroups,
@@ -144,6 +149,23 @@ fn start() -> Result<Server> {
         lowered,
         filters: HashMap::new(),
     })
+}
+
+/// Our own mount namespace, and a copy of it for births that cannot be written. A namespace gets what is mounted
+/// in another user's locked: an init could not take our /proc away.
+fn namespaces(proc: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+    let step = "launcher.namespace";
+    let here = || {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        openat(proc, "self/ns/mnt", flags, Mode::empty()).step(step)
+    };
+    let own = here()?;
+    process::unshare(process::NEW_NS).step(step)?;
+    let root = openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).step(step)?;
+    mount::restrict(root.as_fd(), mount::RDONLY).step(step)?;
+    let birth = here()?;
+    process::setns(own.as_fd(), process::NEW_NS).step(step)?;
+    Ok((own, birth))
 }
 
 /// Moves to a network namespace with nothing but loopback, as every sandbox has one, for good: whoever enters
