@@ -40,6 +40,8 @@ const DIRECTORIES: [&str; 7] = [
     "dev/shm",
     "dev/mqueue",
 ];
+const POINTS_AT: &str = "etc";
+const POINTS: [&str; 3] = ["hosts", "hostname", "resolv.conf"];
 const LINKS: [(&str, &str); 5] = [
     ("fd", "/proc/self/fd"),
     ("stdin", "/proc/self/fd/0"),
@@ -81,7 +83,8 @@ pub(crate) fn create(
     }
     failpoint::at("create.idmapped")?;
     cred::set_fs_ids(uid_base, uid_base).step("create.fs_ids")?;
-    let made = dev(plan).and_then(|dev| Ok((dev, overlay(&lowers, &upper)?)));
+    let points = Some(&server.points).filter(|_| wants_points(plan, &lowers));
+    let made = dev(plan).and_then(|dev| Ok((dev, overlay(&lowers, points, &upper)?)));
     cred::set_fs_ids(0, 0).step("create.fs_ids_back")?;
     let (dev, root) = made?;
     failpoint::at("create.overlay")?;
@@ -249,11 +252,41 @@ fn tmpfs_bytes(plan: &SandboxPlan) -> u64 {
     whole(plan.shm_bytes).saturating_add(files.sum())
 }
 
+/// Below all layers: empty files where almost every plan has files. Without it each is made in the upper, and /etc
+/// copied there before: 0.3 ms. What a layer has there is above it, a link or a whiteout too.
+pub(crate) fn points() -> Result<OwnedFd> {
+    let step = "launcher.points";
+    let options = [("size", Value::Text("64k")), ("mode", Value::Text("0755"))];
+    let root = mounting::make(step, c"tmpfs", &options, 0)?;
+    mkdirat(&root, POINTS_AT, Mode::from_raw_mode(0o755)).step(step)?;
+    for name in POINTS {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let path = format!("{POINTS_AT}/{name}");
+        openat(&root, path, flags, Mode::from_raw_mode(0o644)).step(step)?;
+    }
+    mount::restrict(root.as_fd(), RDONLY | NOSUID | NODEV | NOEXEC).step(step)?;
+    Ok(root)
+}
+
+/// Its files are the host's root's, since it is not mapped for each sandbox: they must all be covered, and the
+/// directory a layer's.
+fn wants_points(plan: &SandboxPlan, lowers: &[OwnedFd]) -> bool {
+    let given = |name: &&str| plan.files.contains_key(&format!("/{POINTS_AT}/{name}"));
+    let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
+    let is_directory = |layer: &OwnedFd| {
+        rustix::fs::statat(layer, POINTS_AT, flags)
+            .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
+    };
+    !switch::off(switch::OVERLAY_POINTS)
+        && POINTS.iter().all(given)
+        && lowers.iter().any(is_directory)
+}
+
 /// The root. Made here and not by the child: made in its own user namespace it would ignore
 /// `trusted.overlay.opaque`, and deleted files would come back.
-fn overlay(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
+fn overlay(lowers: &[OwnedFd], points: Option<&OwnedFd>, upper: &OwnedFd) -> Result<OwnedFd> {
     if !switch::off(switch::OVERLAY_FD) {
-        if let Some(made) = overlay_by_fd(lowers, upper)? {
+        if let Some(made) = overlay_by_fd(lowers, points, upper)? {
             return Ok(made);
         }
     }
@@ -276,7 +309,11 @@ fn no_identity(making: &Making<'_>) {
 }
 
 /// `None` where overlayfs takes no descriptors (before 6.13).
-pub(crate) fn overlay_by_fd(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Option<OwnedFd>> {
+pub(crate) fn overlay_by_fd(
+    lowers: &[OwnedFd],
+    points: Option<&OwnedFd>,
+    upper: &OwnedFd,
+) -> Result<Option<OwnedFd>> {
     let making = Making::start("create.overlay", c"overlay")?;
     for (index, lower) in lowers.iter().rev().enumerate() {
         let set = making.try_set("lowerdir+", Value::Fd(lower.as_fd()));
@@ -284,6 +321,9 @@ pub(crate) fn overlay_by_fd(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Optio
             return Ok(None);
         }
         set.step("create.overlay.lower")?;
+    }
+    if let Some(points) = points {
+        making.set("lowerdir+", Value::Fd(points.as_fd()))?;
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     for (key, name) in [("upperdir", "upper"), ("workdir", "work")] {

@@ -90,6 +90,7 @@ pub(crate) struct Server {
     pub hidden: Hidden,
     /// For all sandboxes; of our own network namespace.
     pub sys: OwnedFd,
+    pub points: OwnedFd,
     lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
@@ -146,6 +147,7 @@ fn start() -> Result<Server> {
         cgroups,
         hidden,
         sys,
+        points: create::points()?,
         lowered,
         filters: HashMap::new(),
     })
