@@ -18,7 +18,7 @@ use crate::mounting::{self, Making, Value};
 use crate::plan::{Code, LaunchError, Result, SandboxPlan, Step};
 use crate::server::Server;
 use crate::switch;
-use crate::wire::{self, Reply};
+use crate::wire;
 
 /// Ids of a sandbox.
 pub const IDS: u32 = 65_536;
@@ -50,26 +50,32 @@ const LINKS: [(&str, &str); 5] = [
     ("ptmx", "pts/ptmx"),
 ];
 
-/// Makes the container. The pidfd has been sent to the client before anything else can fail.
+/// An init, as its parent gets to know it.
+pub(crate) type Born = (i32, OwnedFd);
+
+/// Makes the container. Whoever gets an error ends what is `born` by then.
 pub(crate) fn create(
     server: &Server,
     plan: &SandboxPlan,
     upper: &str,
     uid_base: u32,
     netns: BorrowedFd<'_>,
+    born: &mut Option<Born>,
 ) -> Result<()> {
     let (lowers, upper) = copies(server, plan, upper)?;
     failpoint::at("create.layers")?;
     process::setns(netns, process::NEW_NET).step("create.setns_net")?;
-    let born = sysfs(server).and_then(|sys| {
+    let given = sysfs(server).and_then(|sys| {
         let proc = mounting::copy_fd(server.proc.as_fd()).step("create.proc")?;
         process::setns(server.birth_mnt.as_fd(), process::NEW_NS).step("create.setns_birth")?;
         Ok((sys, proc, give_birth(server, plan, uid_base)))
     });
     process::setns(server.own_mnt.as_fd(), process::NEW_NS).step("create.setns_back")?;
     process::setns(server.own_net.as_fd(), process::NEW_NET).step("create.setns_back")?;
-    let (sys, proc, born) = born?;
-    let (pid, channel) = born?;
+    let (sys, proc, given) = given?;
+    let (init, channel) = given?;
+    let pid = init.0;
+    *born = Some(init);
     failpoint::at("create.cloned")?;
     let user_ns = map_ids(pid, uid_base)?;
     failpoint::at("create.mapped")?;
@@ -154,14 +160,14 @@ pub(crate) fn own_sysfs() -> Result<OwnedFd> {
     mounting::make("create.sysfs", c"sysfs", &[], attributes)
 }
 
-/// Clones the init into its cgroup, all namespaces new, and tells the client at once.
+/// Clones the init into its cgroup, all namespaces new. The other end of its channel is the second.
 ///
 /// What the kernel counts by user (inotify, pending signals, message queues, namespaces) it charges to
 /// a user in each namespace, on every level up; on the host's, to who made the user namespace: by its
 /// effective uid. That is therefore the sandbox's own: were it root's, all sandboxes and the host
 /// would share one user's limits. The real uid stays root's: with it RLIMIT_NPROC stays out of force
 /// for the namespace as a whole.
-fn give_birth(server: &Server, plan: &SandboxPlan, uid_base: u32) -> Result<(i32, OwnedFd)> {
+fn give_birth(server: &Server, plan: &SandboxPlan, uid_base: u32) -> Result<(Born, OwnedFd)> {
     let kind = SocketType::SEQPACKET;
     let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
     let (ours, theirs) = pair.step("create.socketpair")?;
@@ -184,15 +190,7 @@ fn give_birth(server: &Server, plan: &SandboxPlan, uid_base: u32) -> Result<(i32
     cred::set_effective_uid(0).step("create.euid_back")?;
     match cloned.step("create.clone")? {
         Cloned::Child => process::exit(1), // it went its way above
-        Cloned::Parent { pid, pidfd } => {
-            let told = wire::send(
-                server.control.as_fd(),
-                &Reply::Cloned { pid },
-                &[pidfd.as_fd()],
-            );
-            told.step("create.tell")?;
-            Ok((pid, ours))
-        }
+        Cloned::Parent { pid, pidfd } => Ok(((pid, pidfd), ours)),
     }
 }
 

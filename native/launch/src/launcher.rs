@@ -214,15 +214,15 @@ fn wait_readable(fd: BorrowedFd<'_>, end: Instant) -> Result<()> {
 /// The half-made init of a failed create: ended and reaped unless it was handed out.
 struct Newborn<'a> {
     cgroup: &'a SandboxCgroup,
-    created: Option<Created>,
+    pidfd: Option<OwnedFd>,
 }
 
 impl Newborn<'_> {
     fn undo(&mut self) {
-        if let Some(created) = self.created.take() {
+        if let Some(pidfd) = self.pidfd.take() {
             // Gone already is as good.
-            let _ = process::signal(created.init_pidfd.as_fd(), libc::SIGKILL);
-            let _ = process::reap(created.init_pidfd.as_fd(), REAP_DEADLINE_MS);
+            let _ = process::signal(pidfd.as_fd(), libc::SIGKILL);
+            let _ = process::reap(pidfd.as_fd(), REAP_DEADLINE_MS);
             return;
         }
         end_strays(&format!("{}/{INIT}", self.cgroup.sandbox_id()));
@@ -329,30 +329,27 @@ impl Launcher {
         };
         let mut newborn = Newborn {
             cgroup: prepared.cgroup,
-            created: None,
+            pidfd: None,
         };
-        self.with(|process| {
+        let init_pid = self.with(|process| {
             process.send(&request, &[prepared.netns])?;
-            loop {
-                let reply = process.receive(end);
-                if let Err(Failed::Died) = reply {
-                    newborn.undo();
-                    return Err(Failed::Unread);
-                }
-                match reply? {
-                    (Reply::Cloned { pid }, fds) => {
-                        let pidfd = fds.into_iter().next().ok_or_else(died)?;
-                        newborn.created = Some(Created {
-                            init_pid: pid,
-                            init_pidfd: pidfd,
-                        });
-                    }
-                    (Reply::Ready, _) => return Ok(Outcome::Done(())),
-                    (Reply::Failed(error), _) => return Ok(Outcome::Refused(error)),
-                }
+            let reply = process.receive(end);
+            if let Err(Failed::Died) = reply {
+                newborn.undo();
+                return Err(Failed::Unread);
+            }
+            let (reply, fds) = reply?;
+            newborn.pidfd = fds.into_iter().next();
+            match reply {
+                Reply::Cloned { pid } => Ok(Outcome::Done(pid)),
+                Reply::Failed(error) => Ok(Outcome::Refused(error)),
+                Reply::Ready => Err(died().into()),
             }
         })?;
-        let created = newborn.created.take().ok_or_else(died)?;
+        let created = Created {
+            init_pid,
+            init_pidfd: newborn.pidfd.take().ok_or_else(died)?,
+        };
         // Grown up: nothing is undone any more.
         std::mem::forget(newborn);
         Ok(created)

@@ -10,7 +10,7 @@ use dsec_sys::{cred, mount, net, process};
 use rustix::fs::{openat, Mode, OFlags, CWD};
 
 use crate::cgroup::{Cgroups, INIT};
-use crate::create;
+use crate::create::{self, Born};
 use crate::enter::{self, EnterFds, Entry};
 use crate::filter::{self, Program};
 use crate::init::{self, Hidden};
@@ -188,11 +188,13 @@ impl Server {
             .receive::<Request>(self.control.as_fd())
             .step("launcher.receive")?
         {
-            let (reply, pidfd) = match self.answer(request, fds) {
-                Ok((reply, pidfd)) => (reply, pidfd),
-                Err(error) => (Reply::Failed(error), None),
+            let mut born = None;
+            let reply = match (self.answer(request, fds, &mut born), &born) {
+                (Ok(()), Some((pid, _))) => Reply::Cloned { pid: *pid },
+                (Ok(()), None) => Reply::Failed(LaunchError::new(Code::Internal, "no child")),
+                (Err(error), _) => Reply::Failed(error),
             };
-            let fds: Vec<_> = pidfd.iter().map(AsFd::as_fd).collect();
+            let fds: Vec<_> = born.iter().map(|(_, pidfd)| pidfd.as_fd()).collect();
             match wire::send(self.control.as_fd(), &reply, &fds) {
                 // The runtime died: so do we.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => return Ok(()),
@@ -202,7 +204,13 @@ impl Server {
         Ok(())
     }
 
-    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Option<OwnedFd>)> {
+    /// What is `born` is told with the answer, also with an error.
+    fn answer(
+        &mut self,
+        request: Request,
+        fds: Vec<OwnedFd>,
+        born: &mut Option<Born>,
+    ) -> Result<()> {
         let bad = || LaunchError::new(Code::Internal, "wrong number of descriptors");
         match request {
             Request::Create {
@@ -211,8 +219,7 @@ impl Server {
                 uid_base,
             } => {
                 let netns = fds.first().ok_or_else(bad)?;
-                create::create(self, &plan, &upper, uid_base, netns.as_fd())?;
-                Ok((Reply::Ready, None))
+                create::create(self, &plan, &upper, uid_base, netns.as_fd(), born)
             }
             Request::Enter {
                 plan,
@@ -232,8 +239,8 @@ impl Server {
                     lowered: self.lowered,
                 };
                 let leaf = self.cgroups.leaf(&cgroup)?;
-                let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;
-                Ok((Reply::Cloned { pid }, Some(pidfd)))
+                *born = Some(enter::enter(self, &entry, leaf.as_fd())?);
+                Ok(())
             }
         }
     }
