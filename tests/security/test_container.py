@@ -113,6 +113,28 @@ def test_mounts_cannot_be_made_or_taken_off(sbx: dsec.Sandbox) -> None:
         assert line.split()[1] in {"EPERM", "EACCES", "ENOSYS"}, line
 
 
+CHROOT_AND_CLIMB = """
+import os
+os.mkdir("/tmp/below")
+top = os.open("/", os.O_RDONLY)
+os.chroot("/tmp/below")
+os.fchdir(top)
+for _ in range(64):
+    os.chdir("..")
+os.chroot(".")
+print(os.stat("/").st_ino == os.fstat(top).st_ino, os.path.exists("/etc/passwd"), os.path.exists("/stage"))
+"""
+
+
+def test_no_change_of_the_root_leads_below_it(sbx: dsec.Sandbox) -> None:
+    # The root lies over the directory the init was born with.
+    done = sbx.run(["python3", "-c", CHROOT_AND_CLIMB], check=True)
+    assert done.stdout.split() == ["True", "True", "False"]
+    mounts = sbx.run("cut -d ' ' -f 5 /proc/self/mountinfo", check=True).stdout.split()
+    assert mounts.count("/") == 1
+    assert not [path for path in mounts if path.startswith(("/stage", "/host"))]
+
+
 def test_the_kernel_is_not_for_sandboxes(sbx: dsec.Sandbox) -> None:
     code = SYSCALL + textwrap.dedent("""
     call("bpf", 321, 0, 0, 0)

@@ -28,7 +28,7 @@ pub const NAMES: &[&str] = &[
     "create.sent",
     "init.received",
     "init.staged",
-    "init.pivoted",
+    "init.rooted",
     "init.mounted",
     "init.masked",
     "init.confined",

@@ -1,9 +1,11 @@
 //! The child that becomes PID 1 of a sandbox. A fork of the launcher and never exec'ed: its memory
 //! belongs to the initial user namespace, so root inside can neither trace nor read it.
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 
 use dsec_sys::mount::{self, NODEV, NOEXEC, NOSUID, RDONLY};
 use dsec_sys::{cred, process, seccomp};
@@ -13,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failpoint;
 use crate::filter;
-use crate::mounting::{self, attach, attach_at, Value};
+use crate::mounting::{self, attach, attach_at, attach_over, Value};
 use crate::plan::{LaunchError, Result, SandboxPlan, Step};
 use crate::wire;
 
@@ -72,13 +74,14 @@ pub(crate) fn join(tasks: &[OwnedFd]) -> Result<()> {
 /// some microseconds, found or not.
 #[derive(Debug)]
 pub(crate) struct Hidden {
-    masked: Vec<String>,
-    read_only: Vec<&'static str>,
+    directories: Vec<CString>,
+    files: Vec<CString>,
+    read_only: Vec<CString>,
 }
 
 impl Hidden {
     pub(crate) fn find() -> Self {
-        let there = |path: &&'static str| std::fs::symlink_metadata(path).is_ok();
+        let there = |path: &&str| std::fs::symlink_metadata(path).is_ok();
         let masked = MASKED.into_iter().filter(there);
         let mut masked: Vec<String> = masked.map(str::to_owned).collect();
         for disk in disks() {
@@ -86,9 +89,18 @@ impl Hidden {
                 masked.push(disk);
             }
         }
+        let name = |path: &str| mounting::cstring(path).ok();
+        let (directories, files): (Vec<String>, Vec<String>) = masked
+            .into_iter()
+            .partition(|path| Path::new(path).is_dir());
         Self {
-            masked,
-            read_only: READ_ONLY.into_iter().filter(there).collect(),
+            directories: directories.iter().filter_map(|path| name(path)).collect(),
+            files: files.iter().filter_map(|path| name(path)).collect(),
+            read_only: READ_ONLY
+                .into_iter()
+                .filter(there)
+                .filter_map(name)
+                .collect(),
         }
     }
 }
@@ -136,16 +148,16 @@ fn set_up(plan: &SandboxPlan, hidden: &Hidden, channel: &OwnedFd, tasks: &[Owned
     let Some((_, fds)) = message else {
         process::exit(1) // the launcher died
     };
-    let [root, dev, sys]: [OwnedFd; 3] = fds
+    let [root, dev, sys, host_proc]: [OwnedFd; 4] = fds
         .try_into()
         .map_err(|_| LaunchError::step("init.fds", &Errno::BADMSG.into()))?;
     failpoint::at("init.received")?;
     cred::set_groups(&[]).step("init.groups")?;
     cred::set_ids(0, 0).step("init.ids")?;
-    let staged = Staged::new(plan, &dev)?;
+    let staged = Staged::new(plan, &dev, &host_proc)?;
     failpoint::at("init.staged")?;
     enter_root(&root)?;
-    failpoint::at("init.pivoted")?;
+    failpoint::at("init.rooted")?;
     attach_system(&staged, &sys)?;
     attach_plan(plan, &staged)?;
     bound_shared_memory(plan.memory_bytes)?;
@@ -171,8 +183,9 @@ struct Staged {
 }
 
 impl Staged {
-    fn new(plan: &SandboxPlan, dev: &OwnedFd) -> Result<Self> {
+    fn new(plan: &SandboxPlan, dev: &OwnedFd, host_proc: &OwnedFd) -> Result<Self> {
         attach_at(dev.as_fd(), "/stage").step("init.stage")?;
+        attach_at(host_proc.as_fd(), "/stage/host").step("init.stage")?;
         let copy = |path: &str| mounting::copy(path).step("init.copy");
         let numbers = 0..plan.files.len();
         let empty = copy("/stage/empty")?;
@@ -186,12 +199,14 @@ impl Staged {
             ("gid", Value::Text(TTY_GROUP)),
             ("max", Value::Text(&ptys)),
         ];
+        let shm = copy("/stage/shm")?;
+        mount::restrict(shm.as_fd(), safe).step("init.shm")?;
         let tmpfs = plan.tmpfs.iter();
-        Ok(Self {
+        let staged = Self {
             proc: mounting::make("init.proc", c"proc", &[], safe)?,
             dev: copy("/stage/dev")?,
             pts: mounting::make("init.devpts", c"devpts", &pts, NOSUID | NOEXEC)?,
-            shm: tmpfs_of(plan.shm_bytes, 0o1777, safe)?,
+            shm,
             mqueue: mounting::make("init.mqueue", c"mqueue", &[], safe)?,
             tmpfs: tmpfs
                 .map(|t| tmpfs_of(t.bytes, t.mode, NOSUID | NODEV))
@@ -201,7 +216,11 @@ impl Staged {
                 .collect::<Result<_>>()?,
             null: copy("/stage/dev/null")?,
             empty,
-        })
+        };
+        // Before anybody else is here: what stays mounted below the root could be found by its number, and with
+        // a whole /proc in its namespace a program could mount another.
+        mount::detach(c"/stage").step("init.detach")?;
+        Ok(staged)
     }
 }
 
@@ -212,12 +231,16 @@ fn tmpfs_of(bytes: u64, mode: u32, attributes: u64) -> Result<OwnedFd> {
 }
 
 /// From here on every path is the sandbox's, and so are we.
+///
+/// The root is mounted over the one we were born with, an empty directory that cannot be written, and stays over
+/// it: no path leads below what covers the root of a namespace, to whatever a program changes its own root, and
+/// in a namespace of another user the kernel keeps the cover in its place. `pivot_root`, which would take the
+/// lower one away, goes through all threads of the machine to change their roots: 0.2 ms at 100 sandboxes, 2 ms
+/// at 3,200.
 fn enter_root(root: &OwnedFd) -> Result<()> {
-    attach_at(root.as_fd(), "/root").step("init.root")?;
-    rustix::process::chdir("/root").step("init.chdir")?;
-    mount::pivot_here().step("init.pivot")?;
-    mount::detach(c".").step("init.detach")?;
-    rustix::process::chdir("/").step("init.chdir")
+    attach_at(root.as_fd(), "/").step("init.root")?;
+    rustix::process::fchdir(root).step("init.chdir")?;
+    rustix::process::chroot(".").step("init.chroot")
 }
 
 const NO_LINKS: ResolveFlags = ResolveFlags::NO_SYMLINKS.union(ResolveFlags::IN_ROOT);
@@ -358,59 +381,38 @@ fn bound_shared_memory(memory_bytes: u64) -> Result<()> {
     }
 }
 
+/// By path: what is below the new /proc and /sys is the kernel's, without a link that could lead elsewhere, and
+/// nobody else is here yet.
 fn hide(hidden: &Hidden, staged: &Staged) -> Result<()> {
-    let (mut empty, mut null) = (Cover::new(&staged.empty), Cover::new(&staged.null));
-    for path in &hidden.masked {
-        let Some((at, is_directory)) = present(path)? else {
-            continue;
-        };
-        let cover = if is_directory { &mut empty } else { &mut null };
-        cover.put(&at).step("init.mask")?;
-    }
+    cover(&staged.empty, &hidden.directories)?;
+    cover(&staged.null, &hidden.files)?;
     for path in &hidden.read_only {
-        let Some((at, _)) = present(path)? else {
-            continue;
-        };
-        let copy = mounting::copy_fd(at.as_fd()).step("init.read_only")?;
-        mount::restrict(copy.as_fd(), RDONLY).step("init.read_only")?;
-        attach(copy.as_fd(), at.as_fd()).step("init.read_only")?;
+        match mount::bind(path, path) {
+            // Looked up in the host's /proc: not everything there is in a new one.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            other => other.step("init.read_only")?,
+        }
+        mount::bind_read_only(path).step("init.read_only")?;
     }
     Ok(())
 }
 
-/// A mount that covers several paths: the first time itself, so that it is not left without a place (its end
-/// would wait for all CPUs), then copies of it.
-struct Cover<'a> {
-    mounted: &'a OwnedFd,
-    used: bool,
-}
-
-impl<'a> Cover<'a> {
-    fn new(mounted: &'a OwnedFd) -> Self {
-        let used = false;
-        Self { mounted, used }
-    }
-
-    fn put(&mut self, at: &OwnedFd) -> io::Result<()> {
-        if !std::mem::replace(&mut self.used, true) {
-            return attach(self.mounted.as_fd(), at.as_fd());
+/// Covers paths with a mount: the first with itself, so that it is not left without a place (its end would wait
+/// for all CPUs), the others with copies of it.
+fn cover(with: &OwnedFd, paths: &[CString]) -> Result<()> {
+    let mut first: Option<&CString> = None;
+    for path in paths {
+        let covered = match first {
+            None => attach_over(with.as_fd(), path),
+            Some(first) => mount::bind(first, path),
+        };
+        match covered {
+            Ok(()) => first = first.or(Some(path)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error).step("init.mask"),
         }
-        let copy = mounting::copy_fd(self.mounted.as_fd())?;
-        attach(copy.as_fd(), at.as_fd())
     }
-}
-
-fn present(path: &str) -> Result<Option<(OwnedFd, bool)>> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match openat2(CWD, path, flags, Mode::empty(), NO_LINKS) {
-        Ok(fd) => {
-            let stat = rustix::fs::fstat(&fd).step("init.stat")?;
-            let is_directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
-            Ok(Some((fd, is_directory)))
-        }
-        Err(Errno::NOENT) => Ok(None),
-        Err(error) => Err(error).step("init.mask"),
-    }
+    Ok(())
 }
 
 /// What an init does needs no privilege at all.

@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::cgroup::{Cgroups, RunFiles, SandboxCgroup, INIT};
 use crate::check;
 use crate::config::Config;
-use crate::create::IDS;
+pub use crate::create::IDS;
 use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::run_cgroup::entering;
@@ -50,7 +50,7 @@ pub struct Launcher {
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub upper: &'a Upper,
-    /// First of the 65,536 ids of the sandbox; a multiple of 65,536, never 0.
+    /// First of the 65,536 ids of the sandbox, none of them below 65,536.
     pub uid_base: u32,
     pub netns: BorrowedFd<'a>,
     pub cgroup: &'a SandboxCgroup,
@@ -215,15 +215,15 @@ fn wait_readable(fd: BorrowedFd<'_>, end: Instant) -> Result<()> {
 /// The half-made init of a failed create: ended and reaped unless it was handed out.
 struct Newborn<'a> {
     cgroup: &'a SandboxCgroup,
-    created: Option<Created>,
+    pidfd: Option<OwnedFd>,
 }
 
 impl Newborn<'_> {
     fn undo(&mut self) {
-        if let Some(created) = self.created.take() {
+        if let Some(pidfd) = self.pidfd.take() {
             // Gone already is as good.
-            let _ = process::signal(created.init_pidfd.as_fd(), libc::SIGKILL);
-            let _ = process::reap(created.init_pidfd.as_fd(), REAP_DEADLINE_MS);
+            let _ = process::signal(pidfd.as_fd(), libc::SIGKILL);
+            let _ = process::reap(pidfd.as_fd(), REAP_DEADLINE_MS);
             return;
         }
         end_strays(&[format!("{}/{INIT}", self.cgroup.sandbox_id())]);
@@ -322,8 +322,8 @@ impl Launcher {
     /// Blocks until the sandbox is complete or `plan.deadline_ms` passed. On failure no process is
     /// left; cgroup, upper and netns stay the caller's.
     pub fn create(&self, plan: &SandboxPlan, prepared: &Prepared<'_>) -> Result<Created> {
-        if prepared.uid_base == 0 || prepared.uid_base % IDS != 0 {
-            let text = "uid_base must be a positive multiple of 65536";
+        if prepared.uid_base < IDS {
+            let text = "uid_base must be above the host's own ids";
             return Err(LaunchError::field("uid_base", text));
         }
         let end = Instant::now() + Duration::from_millis(plan.deadline_ms);
@@ -334,30 +334,27 @@ impl Launcher {
         };
         let mut newborn = Newborn {
             cgroup: prepared.cgroup,
-            created: None,
+            pidfd: None,
         };
-        self.with(|process| {
+        let init_pid = self.with(|process| {
             process.send(&request, &[prepared.netns])?;
-            loop {
-                let reply = process.receive(end);
-                if let Err(Failed::Died) = reply {
-                    newborn.undo();
-                    return Err(Failed::Unread);
-                }
-                match reply? {
-                    (Reply::Cloned { pid }, fds) => {
-                        let pidfd = fds.into_iter().next().ok_or_else(died)?;
-                        newborn.created = Some(Created {
-                            init_pid: pid,
-                            init_pidfd: pidfd,
-                        });
-                    }
-                    (Reply::Ready, _) => return Ok(Outcome::Done(())),
-                    (Reply::Failed(error), _) => return Ok(Outcome::Refused(error)),
-                }
+            let reply = process.receive(end);
+            if let Err(Failed::Died) = reply {
+                newborn.undo();
+                return Err(Failed::Unread);
+            }
+            let (reply, fds) = reply?;
+            newborn.pidfd = fds.into_iter().next();
+            match reply {
+                Reply::Cloned { pid } => Ok(Outcome::Done(pid)),
+                Reply::Failed(error) => Ok(Outcome::Refused(error)),
+                Reply::Ready => Err(died().into()),
             }
         })?;
-        let created = newborn.created.take().ok_or_else(died)?;
+        let created = Created {
+            init_pid,
+            init_pidfd: newborn.pidfd.take().ok_or_else(died)?,
+        };
         // Grown up: nothing is undone any more.
         std::mem::forget(newborn);
         Ok(created)

@@ -93,6 +93,11 @@ pub(crate) fn attach(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Resul
 
 /// Puts a detached mount at a path of the current namespace.
 pub(crate) fn attach_at(mount: BorrowedFd<'_>, path: &str) -> io::Result<()> {
+    attach_over(mount, &cstring(path)?)
+}
+
+/// Puts a detached mount over `path`.
+pub(crate) fn attach_over(mount: BorrowedFd<'_>, path: &CStr) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     Ok(move_mount(mount, c"", CWD, path, flags)?)
 }

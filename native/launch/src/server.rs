@@ -11,7 +11,7 @@ use rustix::fs::{mkdirat, openat, unlinkat, AtFlags, Mode, OFlags, CWD};
 use rustix::io::Errno;
 
 use crate::cgroup::{Cgroups, INIT};
-use crate::create;
+use crate::create::{self, Born};
 use crate::enter::{self, EnterFds, Entry};
 use crate::filter::{self, Program};
 use crate::hierarchy::join_file;
@@ -106,12 +106,16 @@ pub(crate) struct Server {
     pub control: OwnedFd,
     pub pinned: OwnedFd,
     pub own_mnt: OwnedFd,
+    /// Where inits are born: as ours, and nothing is mounted there.
+    pub birth_mnt: OwnedFd,
+    pub proc: OwnedFd,
     pub own_net: OwnedFd,
     pub own_pid: OwnedFd,
     pub cgroups: CgroupDirs,
     pub hidden: Hidden,
     /// For all sandboxes; of our own network namespace.
     pub sys: OwnedFd,
+    pub points: OwnedFd,
     lowered: bool,
     filters: HashMap<SeccompSpec, Program>,
 }
@@ -150,25 +154,45 @@ fn start() -> Result<Server> {
     let hidden = Hidden::find();
     let sys = create::own_sysfs()?;
     rustix::process::umask(Mode::empty());
-    empty_namespace(&run_dir, "1m", &["proc", "stage", "root", "s"])?;
+    empty_namespace(&run_dir, "1m", &["proc", "stage", "s"])?;
     let attributes = mount::NOSUID | mount::NODEV | mount::NOEXEC;
     let proc = mounting::make("launcher.proc", c"proc", &[], attributes)?;
+    let (own_mnt, birth_mnt) = namespaces(&proc)?;
     attach_at(proc.as_fd(), "/proc").step("launcher.proc")?;
-    let own_mnt = open(Path::new("/proc/self/ns/mnt"))?;
     cred::keep_caps_over_ids().step("launcher.securebits")?;
     Ok(Server {
         alone,
         control,
         pinned,
         own_mnt,
+        birth_mnt,
+        proc,
         own_net,
         own_pid,
         cgroups,
         hidden,
         sys,
+        points: create::points()?,
         lowered,
         filters: HashMap::new(),
     })
+}
+
+/// Our own mount namespace, and a copy of it for births that cannot be written. A namespace gets what is mounted
+/// in another user's locked: an init could not take our /proc away.
+fn namespaces(proc: &OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+    let step = "launcher.namespace";
+    let here = || {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        openat(proc, "self/ns/mnt", flags, Mode::empty()).step(step)
+    };
+    let own = here()?;
+    process::unshare(process::NEW_NS).step(step)?;
+    let root = openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).step(step)?;
+    mount::restrict(root.as_fd(), mount::RDONLY).step(step)?;
+    let birth = here()?;
+    process::setns(own.as_fd(), process::NEW_NS).step(step)?;
+    Ok((own, birth))
 }
 
 /// Moves to a network namespace with nothing but loopback, as every sandbox has one, for good: whoever enters
@@ -189,11 +213,13 @@ impl Server {
             .receive::<Request>(self.control.as_fd())
             .step("launcher.receive")?
         {
-            let (reply, pidfd) = match self.answer(request, fds) {
-                Ok((reply, pidfd)) => (reply, pidfd),
-                Err(error) => (Reply::Failed(error), None),
+            let mut born = None;
+            let reply = match (self.answer(request, fds, &mut born), &born) {
+                (Ok(()), Some((pid, _))) => Reply::Cloned { pid: *pid },
+                (Ok(()), None) => Reply::Failed(LaunchError::new(Code::Internal, "no child")),
+                (Err(error), _) => Reply::Failed(error),
             };
-            let fds: Vec<_> = pidfd.iter().map(AsFd::as_fd).collect();
+            let fds: Vec<_> = born.iter().map(|(_, pidfd)| pidfd.as_fd()).collect();
             match wire::send(self.control.as_fd(), &reply, &fds) {
                 // The runtime died: so do we.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => return Ok(()),
@@ -203,7 +229,13 @@ impl Server {
         Ok(())
     }
 
-    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Option<OwnedFd>)> {
+    /// What is `born` is told with the answer, also with an error.
+    fn answer(
+        &mut self,
+        request: Request,
+        fds: Vec<OwnedFd>,
+        born: &mut Option<Born>,
+    ) -> Result<()> {
         let bad = || LaunchError::new(Code::Internal, "wrong number of descriptors");
         match request {
             Request::Create {
@@ -212,8 +244,7 @@ impl Server {
                 uid_base,
             } => {
                 let netns = fds.first().ok_or_else(bad)?;
-                create::create(self, &plan, &upper, uid_base, netns.as_fd())?;
-                Ok((Reply::Ready, None))
+                create::create(self, &plan, &upper, uid_base, netns.as_fd(), born)
             }
             Request::Enter {
                 plan,
@@ -230,8 +261,8 @@ impl Server {
                     entering: &entering,
                     lowered: self.lowered,
                 };
-                let (pid, pidfd) = enter::enter(self, &entry)?;
-                Ok((Reply::Cloned { pid }, Some(pidfd)))
+                *born = Some(enter::enter(self, &entry)?);
+                Ok(())
             }
         }
     }

@@ -12,6 +12,8 @@ pub const EROFS_FILE: &str = "erofs.file";
 pub const OVERLAY_FD: &str = "overlay.fd";
 /// Layers named one by one; without it all in one option.
 pub const OVERLAY_EACH: &str = "overlay.each";
+/// Empty files below all layers for what a plan puts into /etc; without it they are made in the upper.
+pub const OVERLAY_POINTS: &str = "overlay.points";
 /// `cgroup.kill`; without it freeze and signal.
 pub const CGROUP_KILL: &str = "cgroup.kill";
 /// One way to write v1's `tasks` without a lock over all processes; without it `cgroup.procs`.
@@ -28,6 +30,7 @@ pub const NAMES: &[&str] = &[
     EROFS_FILE,
     OVERLAY_FD,
     OVERLAY_EACH,
+    OVERLAY_POINTS,
     CGROUP_KILL,
     CGROUP_TASKS,
     NOFILE_RAISE,

@@ -50,11 +50,12 @@ pub(crate) enum Request {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Reply {
-    /// Descriptor: the pidfd. For a create more follows.
+    /// Descriptor: the pidfd. The init is set up, or the run is cloned.
     Cloned {
         pid: i32,
     },
     Ready,
+    /// Descriptor: the pidfd of an init that was born by then.
     Failed(LaunchError),
 }
 

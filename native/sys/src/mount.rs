@@ -59,6 +59,16 @@ pub fn bind(source: &CStr, target: &CStr) -> io::Result<()> {
     change(Some(source), target, libc::MS_BIND)
 }
 
+/// Makes a bind mount of a file system of the kernel's (nosuid, nodev, noexec) read-only.
+pub fn bind_read_only(path: &CStr) -> io::Result<()> {
+    let kept = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    change(
+        None,
+        path,
+        libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | kept,
+    )
+}
+
 fn change(source: Option<&CStr>, target: &CStr, flags: libc::c_ulong) -> io::Result<()> {
     let source = source.map_or(ptr::null(), CStr::as_ptr);
     // SAFETY: strings are valid; type and data may be null for these operations.

@@ -98,8 +98,7 @@ class Catalog:
     def find(self, ref: Ref) -> Row | None:
         """The layer a reference means now."""
         with self._open() as db:
-            # Both numbers stand still as long as nobody, here or elsewhere, writes: then the answer is the last one.
-            state = (db.execute("PRAGMA data_version").fetchone()[0], db.total_changes)
+            state = _state(db)
             if self._local.seen[0] != state:
                 self._local.seen = (state, {})
             answers: dict[Ref, Row | None] = self._local.seen[1]
@@ -108,6 +107,11 @@ class Catalog:
                     answers.clear()
                 answers[ref] = self._find(db, ref)
             return answers[ref]
+
+    def state(self) -> tuple[int, int]:
+        """As long as a thread gets the same, every reference means to it what it meant before."""
+        with self._open() as db:
+            return _state(db)
 
     def all(self) -> list[Row]:
         """Every layer, oldest first; one whose names have several settings is there once with each."""
@@ -211,6 +215,11 @@ class Catalog:
         elif version > VERSION:
             raise Conflict(f"the layer catalogue has version {version}, written by a newer dsec ({VERSION} here)")
         db.execute("COMMIT")
+
+
+def _state(db: sqlite3.Connection) -> tuple[int, int]:
+    # Both numbers stand still as long as nobody, here or elsewhere, writes.
+    return db.execute("PRAGMA data_version").fetchone()[0], db.total_changes
 
 
 def _same_settings(db: sqlite3.Connection, row: Row, config: str) -> None:

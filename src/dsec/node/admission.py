@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
+
 from dsec.model.errors import NodeFull
 from dsec.model.specs import Spec
 from dsec.node.clock import Clock
@@ -26,8 +28,7 @@ WAITERS_MAX: Final = 50_000
 GAUGE_INTERVAL_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What one sandbox reserves."""
 
     memory_mib: float

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -52,6 +52,11 @@ _CANCELLED: Final = InvalidState("the batch was cancelled before this one was ma
 _decode_created = msgspec.msgpack.Decoder(Created).decode
 
 
+_Stack: TypeAlias = tuple[Sequence[plans.Layer], Sequence[LayerRef]]
+# Different lists of layers that are remembered.
+STACKS_MAX: Final = 1024
+
+
 class _Batch:
     """A batch that goes on, and whether no more of it is to be made."""
 
@@ -69,6 +74,7 @@ class Creation:
         self._lifecycle = lifecycle
         self._flying: dict[str, asyncio.Task[None]] = {}
         self._batches: dict[str, _Batch] = {}
+        self._stacks: tuple[object, dict[tuple[object, ...], _Stack]] = (None, {})
         self._closing = False
 
     async def close(self) -> None:
@@ -169,7 +175,24 @@ class Creation:
         core.add(box)
         return box, start
 
-    def _resolve(self, spec: Spec) -> tuple[list[plans.Layer], list[LayerRef]]:
+    def _resolve(self, spec: Spec) -> _Stack:
+        """The layers of a spec. Most specs name the same ones: looked up once, as long as no name changes."""
+        store = self._core.layers
+        state = store.state()
+        if self._stacks[0] != state:
+            self._stacks = (state, {})
+        named = (spec.base, spec.workspace, tuple(spec.toolkits))
+        stack = self._stacks[1].get(named)
+        if stack is not None:
+            for layer in stack[0]:
+                store.check_file(layer.info)
+            return stack
+        if len(self._stacks[1]) >= STACKS_MAX:
+            self._stacks[1].clear()
+        stack = self._stacks[1][named] = self._look_up(spec)
+        return stack
+
+    def _look_up(self, spec: Spec) -> _Stack:
         layers: list[plans.Layer] = []
         refs: list[LayerRef] = []
         for ref, role in wanted(spec):

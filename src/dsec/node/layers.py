@@ -46,6 +46,14 @@ class Layers(Protocol):
         """Where the EROFS image lies."""
         ...
 
+    def state(self) -> object:
+        """As long as a thread gets the same, every reference means to it what it meant before."""
+        ...
+
+    def check_file(self, layer: LayerInfo) -> None:
+        """Raises CorruptLayer when the image is not there, or not whole."""
+        ...
+
     def list(self) -> list[LayerInfo]: ...
 
     def remove(self, ref: str, in_use: Collection[str]) -> None:

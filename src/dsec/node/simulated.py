@@ -16,12 +16,19 @@ class SimulatedLayers:
 
     def __init__(self) -> None:
         self._layers: dict[str, LayerInfo] = {}
+        self._changes = 0
 
     def resolve(self, ref: str) -> LayerInfo:
         if ref.startswith("missing"):
             raise NotFound(f"no layer {ref!r}", detail={"ref": ref})
         digest = ref if is_digest(ref) else "sha256:" + hashlib.sha256(ref.encode()).hexdigest()
         return self._layers.setdefault(digest, LayerInfo(digest=digest, names=() if ref == digest else (ref,)))
+
+    def state(self) -> object:
+        return self._changes
+
+    def check_file(self, layer: LayerInfo) -> None:
+        pass
 
     def path(self, digest: str) -> str:
         return f"/simulated/{digest}"
@@ -33,6 +40,7 @@ class SimulatedLayers:
         layer = self.resolve(ref)
         if layer.digest in in_use:
             raise Conflict(f"layer {ref} is used by a sandbox; stop it first", detail={"digest": layer.digest})
+        self._changes += 1
         del self._layers[layer.digest]
 
     def import_layer(self, request: ImportRequest, progress: Callable[[str], None]) -> LayerInfo:
@@ -47,5 +55,6 @@ class SimulatedLayers:
             cwd=request.cwd,
             user=request.user,
         )
+        self._changes += 1
         self._layers[layer.digest] = layer
         return layer
