@@ -32,7 +32,7 @@ struct Shared {
     enterers: Vec<Launcher>,
     next: AtomicUsize,
     /// Leaves whose files are open, the first opened first.
-    opened: Mutex<VecDeque<Weak<Mutex<Option<Arc<RunFiles>>>>>>,
+    opened: Mutex<VecDeque<Weak<Slot>>>,
 }
 
 pub struct Real {
@@ -56,7 +56,8 @@ struct RealLeaf {
 }
 
 /// The open files of a leaf, while it is one of the last that were used.
-type Held = Arc<Mutex<Option<Arc<RunFiles>>>>;
+type Held = Arc<Slot>;
+type Slot = Mutex<Option<Arc<RunFiles>>>;
 
 impl RealLeaf {
     fn new(shared: &Arc<Shared>, cgroup: RunCgroup) -> Self {
