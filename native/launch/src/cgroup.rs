@@ -20,6 +20,7 @@ use crate::hierarchy::{
 };
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
 pub use crate::run_cgroup::{RunCgroup, RunUsage};
+pub use crate::run_files::RunFiles;
 use crate::spare::{self, Groups, Spares, Values};
 
 /// Processes and threads that sandboxes leave to the rest of the machine.
@@ -222,6 +223,12 @@ impl SandboxCgroup {
     fn v1(&self, controller: &str) -> Option<PathBuf> {
         let found = self.inner.v1.iter().find(|h| h.controller == controller);
         found.map(|h| h.base.join(&self.id))
+    }
+
+    /// Our directories of it in the v1 hierarchies; the first of these is memory.
+    pub(crate) fn v1_homes(&self) -> Vec<PathBuf> {
+        let bases = self.inner.v1.iter();
+        bases.map(|h| h.base.join(&self.id)).collect()
     }
 
     /// Where a controller's files of the sandbox are.

@@ -1,7 +1,7 @@
 //! Entering a sandbox from outside: the launcher clones, the child joins and becomes the program.
 
 use std::ffi::CString;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use dsec_sys::process::{self, CloneSpec, Cloned};
 use dsec_sys::{cred, seccomp};
@@ -27,6 +27,9 @@ const OOM_SCORE_ABOVE_ZERO: &str = "500";
 /// Longest program name made of PATH and argv[0].
 const PROGRAM_MAX: usize = 4096;
 
+/// Descriptors of every request; those of v1 follow.
+const ALWAYS: usize = 7;
+
 /// The descriptors of a request, in order.
 #[derive(Debug)]
 pub(crate) struct EnterFds {
@@ -34,16 +37,24 @@ pub(crate) struct EnterFds {
     pub stdio: [OwnedFd; 3],
     pub status: OwnedFd,
     pub gate: OwnedFd,
+    /// To be born in.
+    pub cgroup: OwnedFd,
+    /// To join, one of each v1 hierarchy.
+    pub tasks: Vec<OwnedFd>,
 }
 
 impl EnterFds {
-    pub(crate) fn of(fds: Vec<OwnedFd>) -> Option<Self> {
-        let [init, stdin, stdout, stderr, status, gate]: [OwnedFd; 6] = fds.try_into().ok()?;
+    pub(crate) fn of(mut fds: Vec<OwnedFd>) -> Option<Self> {
+        let tasks = (fds.len() >= ALWAYS).then(|| fds.split_off(ALWAYS))?;
+        let [init, stdin, stdout, stderr, status, gate, cgroup]: [OwnedFd; ALWAYS] =
+            fds.try_into().ok()?;
         Some(Self {
             init,
             stdio: [stdin, stdout, stderr],
             status,
             gate,
+            cgroup,
+            tasks,
         })
     }
 }
@@ -54,24 +65,19 @@ pub(crate) struct Entry<'a> {
     pub policy: &'a RunPolicy,
     pub filter: &'a Program,
     pub fds: EnterFds,
-    pub tasks: Vec<OwnedFd>,
     /// The launcher's own `oom_score_adj` could be lowered.
     pub lowered: bool,
 }
 
 /// Clones the run and returns at once: the child may be frozen from its first instant.
-pub(crate) fn enter(
-    server: &Server,
-    entry: &Entry<'_>,
-    cgroup: BorrowedFd<'_>,
-) -> Result<(i32, OwnedFd)> {
+pub(crate) fn enter(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
     // The next child is born in the sandbox's pid namespace; we stay where we are.
     process::setns(entry.fds.init.as_fd(), process::NEW_PID)
         .map_err(|error| gone_if(libc::ESRCH, "enter.setns_pid", &error))?;
     let spec = CloneSpec {
         namespaces: 0,
         sibling: true,
-        cgroup: Some(cgroup),
+        cgroup: Some(entry.fds.cgroup.as_fd()),
     };
     let cloned = process::clone(&server.alone, &spec);
     if let Ok(Cloned::Child) = cloned {
@@ -168,7 +174,7 @@ fn join(entry: &Entry<'_>) -> Result<()> {
     };
     // Before the first charge to the sandbox's memory.
     init::write_proc("/proc/self/oom_score_adj", score).step("enter.oom")?;
-    init::join(&entry.tasks)?;
+    init::join(&entry.fds.tasks)?;
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }

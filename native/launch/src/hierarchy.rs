@@ -12,10 +12,10 @@ use crate::switch;
 /// Controllers a sandbox needs.
 const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 /// No file that is read here is longer.
-const FILE_MAX: usize = 1 << 20;
+pub(crate) const FILE_MAX: usize = 1 << 20;
 /// Read at once. The kernel fills a page at most, and stops short of its end only for a line that
 /// does not fit: less than half of this is the whole file, which saves the read that says so.
-const READ_BYTES: usize = 4096;
+pub(crate) const READ_BYTES: usize = 4096;
 
 /// Mount points: v2, and in hybrid mode the v1 ones we use, memory first.
 #[derive(Debug)]
@@ -91,6 +91,15 @@ pub(crate) fn write(at: &Path, value: &str) -> io::Result<()> {
         .write(true)
         .open(at)?
         .write_all(value.as_bytes())
+}
+
+/// The file of a v1 group by which a process moves itself there.
+pub(crate) fn join_file() -> &'static str {
+    if switch::off(switch::CGROUP_TASKS) {
+        "cgroup.procs"
+    } else {
+        "tasks"
+    }
 }
 
 pub(crate) fn read(at: &Path) -> io::Result<String> {

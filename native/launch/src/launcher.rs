@@ -15,7 +15,7 @@ use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::{pipe_with, PipeFlags};
 use serde::Serialize;
 
-use crate::cgroup::{Cgroups, RunCgroup, SandboxCgroup, INIT};
+use crate::cgroup::{Cgroups, RunFiles, SandboxCgroup, INIT};
 use crate::check;
 use crate::config::Config;
 use crate::create::IDS;
@@ -364,7 +364,7 @@ impl Launcher {
         target: &Target<'_>,
         plan: &RunPlan,
         stdio: [BorrowedFd<'_>; 3],
-        cgroup: &RunCgroup,
+        cgroup: &RunFiles,
     ) -> Result<Entered> {
         check::run(plan)?;
         let mut plan = plan.clone();
@@ -375,19 +375,18 @@ impl Launcher {
         let request = Request::Enter {
             plan: Box::new(plan),
             policy: target.policy.clone(),
-            sandbox: cgroup.sandbox_id().to_owned(),
-            cgroup: cgroup.path(),
-            memory: cgroup.memory_path(),
         };
         let [stdin, stdout, stderr] = stdio;
         let (theirs, their_gate) = (theirs.as_fd(), their_gate.as_fd());
-        let fds = [target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
+        let mut fds = vec![target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
+        fds.extend(cgroup.to_enter());
+        let path = || cgroup.cgroup().path();
         let entered = self.with(|process| {
             process.send(&request, &fds)?;
             let reply = process.receive(Instant::now() + ENTER_DEADLINE);
             if let Err(Failed::Died) = reply {
                 // Without the gate nothing has begun.
-                end_strays(&cgroup.path());
+                end_strays(&path());
                 return Err(Failed::Unread);
             }
             match reply? {
@@ -399,7 +398,7 @@ impl Launcher {
                 (Reply::Ready, _) => Err(died().into()),
             }
         });
-        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&cgroup.path()))?;
+        let (pid, pidfd) = entered.inspect_err(|_| end_strays(&path()))?;
         Ok(Entered {
             pid,
             pidfd,

@@ -23,6 +23,7 @@ pub mod netns;
 pub mod plan;
 pub mod probe;
 mod run_cgroup;
+mod run_files;
 mod server;
 mod spare;
 pub mod switch;

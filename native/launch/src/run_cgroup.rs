@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use crate::cgroup::SandboxCgroup;
-use crate::hierarchy::{flag, key, kill_tree, number, oom_kills, read, write};
+use crate::hierarchy::{flag, kill_tree, read, write};
 use crate::plan::{CgroupMode, Code, LaunchError, Result, Step};
 
 /// Memory that may stay charged to a group when it is used again: what the kernel charges ahead for
@@ -26,7 +26,7 @@ pub struct RunUsage {
     pub pids_max_events: u64,
 }
 
-const PEAK_V1: &str = "memory.max_usage_in_bytes";
+pub(crate) const PEAK_V1: &str = "memory.max_usage_in_bytes";
 
 /// A leaf for one run at a time. A value, not an owner.
 #[derive(Debug, Clone)]
@@ -37,25 +37,28 @@ pub struct RunCgroup {
 }
 
 impl RunCgroup {
-    fn v2(&self) -> PathBuf {
+    pub(crate) fn v2(&self) -> PathBuf {
         self.sandbox.v2(&self.leaf)
     }
 
-    /// `ID/payload/run-RUN`, for the launcher.
+    /// `ID/payload/run-RUN`.
     pub(crate) fn path(&self) -> String {
         format!("{}/{}", self.sandbox.sandbox_id(), self.leaf)
     }
 
-    /// The group to join in v1's memory hierarchy, below `CG`.
-    pub(crate) fn memory_path(&self) -> String {
-        match (&self.memory, self.leaf.strip_prefix("payload/")) {
-            (Some(_), Some(name)) => format!("{}/{name}", self.sandbox.sandbox_id()),
-            _ => self.sandbox.sandbox_id().to_owned(),
+    /// The groups to join in the v1 hierarchies.
+    pub(crate) fn v1_homes(&self) -> Vec<PathBuf> {
+        let mut homes = self.sandbox.v1_homes();
+        if let (Some(first), Some(memory)) = (homes.first_mut(), &self.memory) {
+            first.clone_from(memory);
         }
+        homes
     }
 
-    pub(crate) fn sandbox_id(&self) -> &str {
-        self.sandbox.sandbox_id()
+    /// Where its memory is counted.
+    pub(crate) fn memory_home(&self) -> PathBuf {
+        let own = self.memory.clone();
+        own.unwrap_or_else(|| self.sandbox.home("memory"))
     }
 
     /// SIGKILL to the whole tree of the run, without waiting.
@@ -67,41 +70,10 @@ impl RunCgroup {
         Ok(flag(&self.v2(), "populated").step("cgroup.events")? == Some(1))
     }
 
-    /// Number of live processes.
-    pub fn count(&self) -> Result<u64> {
-        let text = read(&self.v2().join("cgroup.procs")).step("cgroup.procs")?;
-        Ok(text.lines().count() as u64)
-    }
-
     /// `cgroup.events`; EPOLLPRI when it empties.
     pub fn events(&self) -> Result<OwnedFd> {
         let file = File::open(self.v2().join("cgroup.events")).step("cgroup.events")?;
         Ok(file.into())
-    }
-
-    pub fn usage(&self) -> Result<RunUsage> {
-        let cpu = read(&self.v2().join("cpu.stat")).step("cpu.stat")?;
-        let file = match self.sandbox.mode() {
-            CgroupMode::V2 => "memory.peak",
-            CgroupMode::Hybrid => PEAK_V1,
-        };
-        let peak = self.memory.as_ref().map_or(0, |at| number(&at.join(file)));
-        let home = self
-            .memory
-            .clone()
-            .unwrap_or_else(|| self.sandbox.home("memory"));
-        Ok(RunUsage {
-            user_us: key(&cpu, "user_usec"),
-            system_us: key(&cpu, "system_usec"),
-            memory_peak_bytes: peak,
-            oom_kills: oom_kills(&home),
-            pids_max_events: self.pids_max_events(),
-        })
-    }
-
-    /// Times pids_max refused a fork in the whole sandbox.
-    pub fn pids_max_events(&self) -> u64 {
-        self.sandbox.pids_max_events()
     }
 
     /// Makes an empty group ready for another run: `used` is what [`Self::usage`] said after its last

@@ -13,11 +13,11 @@ use crate::cgroup::{Cgroups, INIT};
 use crate::create;
 use crate::enter::{self, EnterFds, Entry};
 use crate::filter::{self, Program};
+use crate::hierarchy::join_file;
 use crate::init::{self, Hidden};
 use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
-use crate::switch;
 use crate::wire::{self, Home, Inbox, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
@@ -51,26 +51,20 @@ impl CgroupDirs {
         openat(&self.v2, path, flags, Mode::empty()).step("launcher.cgroup")
     }
 
-    /// What a child writes "0" to: first memory, which may be the run's own, then the others.
-    fn tasks(&self, memory: &str, sandbox: &str) -> Result<Vec<OwnedFd>> {
-        let file = if switch::off(switch::CGROUP_TASKS) {
-            "cgroup.procs"
-        } else {
-            "tasks"
-        };
-        let mut group = memory;
+    /// What an init writes "0" to: first memory, then the others.
+    fn tasks(&self, id: &str) -> Result<Vec<OwnedFd>> {
+        let file = join_file();
         let mut opened = Vec::with_capacity(self.v1.len());
         for base in &self.v1 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-            let at = openat(base, format!("{group}/{file}"), flags, Mode::empty());
+            let at = openat(base, format!("{id}/{file}"), flags, Mode::empty());
             opened.push(at.step("launcher.tasks")?);
-            group = sandbox;
         }
         Ok(opened)
     }
 
     pub(crate) fn open_sandbox(&self, id: &str) -> Result<(OwnedFd, Vec<OwnedFd>)> {
-        Ok((self.leaf(&format!("{id}/{INIT}"))?, self.tasks(id, id)?))
+        Ok((self.leaf(&format!("{id}/{INIT}"))?, self.tasks(id)?))
     }
 }
 
@@ -190,13 +184,7 @@ impl Server {
                 create::create(self, &plan, &upper, uid_base, netns.as_fd())?;
                 Ok((Reply::Ready, None))
             }
-            Request::Enter {
-                plan,
-                policy,
-                sandbox,
-                cgroup,
-                memory,
-            } => {
+            Request::Enter { plan, policy } => {
                 let fds = EnterFds::of(fds).ok_or_else(bad)?;
                 let filter = self.filter(&policy.seccomp)?;
                 let entry = Entry {
@@ -204,11 +192,9 @@ impl Server {
                     policy: &policy,
                     filter: &filter,
                     fds,
-                    tasks: self.cgroups.tasks(&memory, &sandbox)?,
                     lowered: self.lowered,
                 };
-                let leaf = self.cgroups.leaf(&cgroup)?;
-                let (pid, pidfd) = enter::enter(self, &entry, leaf.as_fd())?;
+                let (pid, pidfd) = enter::enter(self, &entry)?;
                 Ok((Reply::Cloned { pid }, Some(pidfd)))
             }
         }

@@ -254,14 +254,14 @@ fn limits_hold_and_are_counted() {
     ]);
     let going = sandbox.start(&run).expect("started");
     going.code();
-    let used = going.cgroup.usage().expect("usage");
+    let used = going.files.usage().expect("usage");
     assert!(used.oom_kills > 0, "{used:?}");
     assert!(used.memory_peak_bytes > 200 * MIB, "{used:?}");
     let other = sandbox.run_plan(&["/bin/true"]);
     let going = sandbox.start(&other).expect("started");
     assert_eq!(going.code(), 0);
     assert_eq!(
-        going.cgroup.usage().expect("usage").oom_kills,
+        going.files.usage().expect("usage").oom_kills,
         0,
         "another run is not blamed"
     );

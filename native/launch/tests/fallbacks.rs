@@ -31,7 +31,7 @@ fn a_container_without_the_newer_mechanisms() {
         "setsid sh -c 'trap \"\" TERM; while :; do sleep 1; done' & sleep 100",
     ]);
     let going = sandbox.start(&run).expect("started");
-    while going.cgroup.count().expect("a count") < 3 {
+    while going.files.count().expect("a count") < 3 {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     going.cgroup.kill().expect("killed");

@@ -1,12 +1,13 @@
 //! Containers, by `dsec_launch`.
 
+use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use dsec_launch::assembly::Assembly;
-use dsec_launch::cgroup::{RunCgroup, RunUsage, SandboxCgroup};
+use dsec_launch::cgroup::{RunCgroup, RunFiles, RunUsage, SandboxCgroup};
 use dsec_launch::launcher::{Entered, Launcher, Target};
 use dsec_launch::layers::Layer;
 use dsec_launch::plan::Code;
@@ -20,6 +21,8 @@ use crate::record::Record;
 /// Launchers that make sandboxes, and such that enter them: a slow create never delays a run.
 const CREATORS: usize = 2;
 const ENTERERS: usize = 2;
+/// Leaves whose files stay open, some eight each, over all sandboxes.
+const OPEN_LEAVES: usize = 24;
 
 /// What several places share.
 struct Shared {
@@ -28,6 +31,8 @@ struct Shared {
     creators: Vec<Launcher>,
     enterers: Vec<Launcher>,
     next: AtomicUsize,
+    /// Leaves whose files are open, the first opened first.
+    opened: Mutex<VecDeque<Weak<Slot>>>,
 }
 
 pub struct Real {
@@ -44,17 +49,39 @@ struct RealPlace {
 /// A group that was killed once serves nobody any more: the kernel (6.18) kills whatever is cloned into
 /// it at once, because it compares the count of kills with that of the group of who clones.
 struct RealLeaf {
+    shared: Arc<Shared>,
     cgroup: RunCgroup,
     killed: AtomicBool,
+    files: Arc<Slot>,
 }
 
-impl From<RunCgroup> for RealLeaf {
-    fn from(cgroup: RunCgroup) -> Self {
+/// The open files of a leaf, while it is one of the last that opened theirs.
+type Slot = Mutex<Option<Arc<RunFiles>>>;
+
+impl RealLeaf {
+    fn new(shared: &Arc<Shared>, cgroup: RunCgroup) -> Self {
         Self {
+            shared: Arc::clone(shared),
             cgroup,
             killed: AtomicBool::new(false),
+            files: Arc::default(),
         }
     }
+
+    fn files(&self) -> Result<Arc<RunFiles>> {
+        if let Some(files) = locked(&self.files).as_ref() {
+            return Ok(Arc::clone(files));
+        }
+        let files = Arc::new(RunFiles::open(&self.cgroup)?);
+        *locked(&self.files) = Some(Arc::clone(&files));
+        // Not with our own lock held: another leaf's is taken there.
+        self.shared.has_opened(&self.files);
+        Ok(files)
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub fn config(options: &Options) -> Config {
@@ -80,6 +107,7 @@ impl Real {
             assembly,
             config,
             next: AtomicUsize::new(0),
+            opened: Mutex::default(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -90,6 +118,20 @@ impl Real {
 impl Shared {
     fn pick<'a>(&self, from: &'a [Launcher]) -> &'a Launcher {
         &from[self.next.fetch_add(1, Ordering::Relaxed) % from.len()]
+    }
+
+    /// One more leaf has its files open; beyond the limit the one that has had them longest closes them.
+    fn has_opened(&self, files: &Arc<Slot>) {
+        let mut opened = locked(&self.opened);
+        opened.push_back(Arc::downgrade(files));
+        if opened.len() <= OPEN_LEAVES {
+            return;
+        }
+        let oldest = opened.pop_front();
+        drop(opened);
+        if let Some(oldest) = oldest.and_then(|held| held.upgrade()) {
+            locked(&oldest).take();
+        }
     }
 }
 
@@ -191,12 +233,12 @@ impl Place for RealPlace {
 
     fn create_leaf(&self, leaf: &str, memory: bool) -> Result<Arc<dyn Leaf>> {
         let cgroup = self.cgroup.create_run(leaf, memory)?;
-        Ok(Arc::new(RealLeaf::from(cgroup)))
+        Ok(Arc::new(RealLeaf::new(&self.shared, cgroup)))
     }
 
     fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>> {
         let leaf = self.cgroup.find_run(leaf).ok()?;
-        Some(Arc::new(RealLeaf::from(leaf)))
+        Some(Arc::new(RealLeaf::new(&self.shared, leaf)))
     }
 
     fn leaves(&self) -> Result<Vec<String>> {
@@ -227,7 +269,7 @@ impl Place for RealPlace {
             policy: &self.policy,
         };
         let launcher = self.shared.pick(&self.shared.enterers);
-        launcher.enter(&target, plan, stdio, &leaf.cgroup)
+        launcher.enter(&target, plan, stdio, &*leaf.files()?)
     }
 
     fn kill(&self) -> Result<()> {
@@ -264,7 +306,7 @@ impl Leaf for RealLeaf {
     }
 
     fn count(&self) -> Result<u64> {
-        self.cgroup.count()
+        self.files()?.count()
     }
 
     fn events(&self) -> Result<OwnedFd> {
@@ -272,11 +314,11 @@ impl Leaf for RealLeaf {
     }
 
     fn usage(&self) -> Result<RunUsage> {
-        self.cgroup.usage()
+        self.files()?.usage()
     }
 
     fn pids_max_events(&self) -> u64 {
-        self.cgroup.pids_max_events()
+        self.files().map_or(0, |files| files.pids_max_events())
     }
 
     fn renew(&self, used: &RunUsage) -> bool {

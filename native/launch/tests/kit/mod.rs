@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use dsec_launch::assembly::{Assembled, Assembly};
-use dsec_launch::cgroup::RunCgroup;
+use dsec_launch::cgroup::{RunCgroup, RunFiles};
 use dsec_launch::config::Config;
 use dsec_launch::launcher::{begin, read_status, Entered, Launcher, Target};
 use dsec_launch::plan::{LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, UpperSpec};
@@ -311,6 +311,7 @@ pub struct Output {
 pub struct Going {
     pub entered: Entered,
     pub cgroup: RunCgroup,
+    pub files: RunFiles,
     out: OwnedFd,
     err: OwnedFd,
 }
@@ -348,12 +349,14 @@ impl Sandbox<'_> {
             policy: &self.policy,
         };
         let stdio = [null.as_fd(), out_in.as_fd(), err_in.as_fd()];
-        let entered = self.node.launcher().enter(&target, plan, stdio, &cgroup)?;
+        let files = RunFiles::open(&cgroup)?;
+        let entered = self.node.launcher().enter(&target, plan, stdio, &files)?;
         // As in the keeper: a child that failed before its gate has closed it, and what it failed of is read at the end.
         let _ = begin(entered.gate.as_fd());
         Ok(Going {
             entered,
             cgroup,
+            files,
             out,
             err,
         })
