@@ -135,12 +135,15 @@ impl Server {
         run.meta.outcome = Some(outcome);
         self.keep_outcome(index);
         fail::pass("run.put_outcome");
+        // Whoever waits for it is told at once: what is left to do nobody can get ahead of with another request.
+        self.pump(index);
+        self.send_queued();
         self.reap(index, reap);
         fail::pass("run.reaped");
         self.let_tree_go(index);
-        self.count_descriptors(index);
-        if let Some(sandbox) = self.runs.get(&index).map(|r| r.sandbox) {
-            self.pump(index);
+        let sandbox = self.runs.get(&index).map(|r| r.sandbox);
+        self.forget_if_over(index);
+        if let Some(sandbox) = sandbox {
             self.run_ended(sandbox);
         }
     }
