@@ -85,11 +85,15 @@ class KernelFlusher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: Done | None = None
         self._event = _Event()
-        self._call(self._setup, ctypes.c_long(1), ctypes.byref(self._context))
+        self._call(ctypes.c_long(self._setup), ctypes.c_long(1), ctypes.byref(self._context))
         try:
             self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._iocb = _Iocb(opcode=_CMD_FDSYNC, fildes=fd, flags=_FLAG_RESFD, resfd=self._eventfd)
             self._iocbs = (ctypes.POINTER(_Iocb) * 1)(ctypes.pointer(self._iocb))
+            # Made once: they are the same for every flush, and there is one for every answer.
+            one = ctypes.c_long(1)
+            self._to_begin = (ctypes.c_long(self._submit), self._context, one, self._iocbs)
+            self._to_reap = (ctypes.c_long(self._getevents), self._context, one, one, ctypes.byref(self._event), None)
             self._begin()  # once, to see that this file's kind can be flushed so
             self._reap()
             os.eventfd_read(self._eventfd)
@@ -97,19 +101,18 @@ class KernelFlusher:
             self._release()
             raise
 
-    def _call(self, number: int, *args: object) -> int:
-        result = int(self._syscall(ctypes.c_long(number), *args))
+    def _call(self, *args: object) -> int:
+        result = int(self._syscall(*args))
         if result < 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         return result
 
     def _begin(self) -> None:
-        self._call(self._submit, self._context, ctypes.c_long(1), self._iocbs)
+        self._call(*self._to_begin)
 
     def _reap(self) -> OSError | None:
-        one = ctypes.c_long(1)
-        self._call(self._getevents, self._context, one, one, ctypes.byref(self._event), None)
+        self._call(*self._to_reap)
         error = -int(self._event.res)
         return OSError(error, os.strerror(error)) if error > 0 else None
 
@@ -146,7 +149,7 @@ class KernelFlusher:
 
     def _release(self) -> None:
         with contextlib.suppress(OSError):
-            self._call(self._destroy, self._context)
+            self._call(ctypes.c_long(self._destroy), self._context)
         if self._eventfd >= 0:
             os.close(self._eventfd)
 

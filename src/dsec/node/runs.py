@@ -68,6 +68,7 @@ class Flight:
         "started_at",
         "step",
         "task",
+        "waiting",
     )
 
     def __init__(self, digest: bytes, process_id: str, step: int, started_at: float, command: str) -> None:
@@ -78,6 +79,7 @@ class Flight:
         self.command = command
         self.done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.started: asyncio.Future[None] = self.done.get_loop().create_future()
+        self.waiting: list[asyncio.Future[Answer]] = []
         self.sink: Sink | None = None
         self.detached = False
         self.task: asyncio.Task[None] | None = None
@@ -101,7 +103,19 @@ class Flight:
 
     async def answer(self) -> Answer:
         """What comes of it; cancelling this waits no longer and stops nothing."""
-        return await asyncio.shield(self.done)
+        if self.done.done():
+            return self.done.result()
+        # A future of its own, as in `asyncio.shield`, but told directly and not a turn of the event loop later.
+        waiter: asyncio.Future[Answer] = self.done.get_loop().create_future()
+        self.waiting.append(waiter)
+        return await waiter
+
+    def end(self, answer: Answer) -> None:
+        """This came of it."""
+        self.done.set_result(answer)
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_result(answer)
 
 
 class Runs:
@@ -166,7 +180,7 @@ class Runs:
             log.exception("a run failed in the node")
             answer = DsecError(f"the node failed: {type(error).__name__}; see its log", sandbox_id=box.id)
         del box.flights[key]
-        flight.done.set_result(answer)
+        flight.end(answer)
         box.active -= 1
         if not box.active:
             self._became_idle(box)
