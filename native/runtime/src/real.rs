@@ -52,11 +52,10 @@ struct RealLeaf {
     shared: Arc<Shared>,
     cgroup: RunCgroup,
     killed: AtomicBool,
-    files: Held,
+    files: Arc<Slot>,
 }
 
-/// The open files of a leaf, while it is one of the last that were used.
-type Held = Arc<Slot>;
+/// The open files of a leaf, while it is one of the last that opened theirs.
 type Slot = Mutex<Option<Arc<RunFiles>>>;
 
 impl RealLeaf {
@@ -65,7 +64,7 @@ impl RealLeaf {
             shared: Arc::clone(shared),
             cgroup,
             killed: AtomicBool::new(false),
-            files: Held::default(),
+            files: Arc::default(),
         }
     }
 
@@ -122,7 +121,7 @@ impl Shared {
     }
 
     /// One more leaf has its files open; beyond the limit the one that has had them longest closes them.
-    fn has_opened(&self, files: &Held) {
+    fn has_opened(&self, files: &Arc<Slot>) {
         let mut opened = locked(&self.opened);
         opened.push_back(Arc::downgrade(files));
         if opened.len() <= OPEN_LEAVES {
