@@ -31,6 +31,8 @@ const CPU_PERIOD_US: u64 = 100_000;
 const RETRY_MAX: Duration = Duration::from_millis(20);
 
 pub(crate) const PAYLOAD: &str = "payload";
+/// The memory group of a sandbox's first run, which may have served another sandbox.
+const FIRST_RUN: &str = "run-1";
 pub(crate) const INIT: &str = "payload/init";
 
 /// A v1 hierarchy we use.
@@ -350,9 +352,11 @@ impl SandboxCgroup {
         let leaf = format!("{PAYLOAD}/run-{run}");
         make(&self.v2(&leaf)).step("cgroup.run")?;
         let own = memory || self.inner.mode == CgroupMode::V2;
-        let at = own.then(|| self.run_memory(run));
-        if let Some(at) = &at {
-            make(at).step("cgroup.run")?;
+        let at = Some(self.run_memory(run)).filter(|_| own);
+        match &at {
+            Some(at) => make(at).step("cgroup.run")?,
+            // What the sandbox before left there would be taken for this run's.
+            None => remove_tree(&self.run_memory(run)).step("cgroup.run")?,
         }
         Ok(self.run_at(leaf, at))
     }
@@ -489,7 +493,10 @@ impl SandboxCgroup {
     fn remove_v1(&self) -> io::Result<()> {
         let memory = self.home("memory");
         for run in children(&memory)? {
-            remove_tree(&memory.join(run))?;
+            let at = memory.join(&run);
+            if run != FIRST_RUN || !spare::keep_first_run(&at) {
+                remove_tree(&at)?;
+            }
         }
         if self.keep_v1() {
             return Ok(());

@@ -14,7 +14,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::cgroup::Limits;
 use crate::failpoint;
-use crate::hierarchy::{key, number, oom_kills, read, write};
+use crate::hierarchy::{key, number, oom_kills, read, remove_tree, write};
 use crate::plan::{Result, Step};
 use crate::switch;
 
@@ -150,10 +150,10 @@ impl Spares {
             }
             // Nothing is in them: what is there of either name goes, and all are made again.
             for base in &bases[..=done] {
-                let _ = fs::remove_dir(base.join(id));
+                let _ = remove_tree(&base.join(id));
             }
             for base in &bases[done..] {
-                let _ = fs::remove_dir(base.join(&spare.name));
+                let _ = remove_tree(&base.join(&spare.name));
             }
             return None;
         }
@@ -185,7 +185,7 @@ impl Spares {
             if renamed.is_err() || failpoint::at("spare.keeping").is_err() {
                 // Removed under one name or the other.
                 for base in bases {
-                    let _ = fs::remove_dir(base.join(&name));
+                    let _ = remove_tree(&base.join(&name));
                 }
                 return false;
             }
@@ -199,10 +199,19 @@ impl Spares {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         for spare in kept.drain(..) {
             for base in bases {
-                let _ = fs::remove_dir(base.join(&spare.name));
+                let _ = remove_tree(&base.join(&spare.name));
             }
         }
     }
+}
+
+/// Whether the memory group of an ended sandbox's first run may stay where it is, for the first run of the next:
+/// nothing was refused or killed in it. Its peak is set back; what stayed charged is in its parent's reading.
+pub(crate) fn keep_first_run(memory: &Path) -> bool {
+    !switch::off(switch::CGROUP_REUSE)
+        && number(&memory.join("memory.failcnt")) == 0
+        && oom_kills(memory) == 0
+        && write(&memory.join("memory.max_usage_in_bytes"), "0").is_ok()
 }
 
 /// Whether the counters of the groups say that nothing was ever refused or killed in them and nothing is

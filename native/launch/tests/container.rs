@@ -4,8 +4,10 @@ mod kit;
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
-use dsec_launch::plan::{Code, Detail, TmpfsSpec, UpperKind};
+use dsec_launch::plan::{CgroupMode, Code, Detail, OverlayWay, TmpfsSpec, UpperKind};
 use kit::{plan, Node, MIB};
 use serde_bytes::ByteBuf;
 
@@ -24,6 +26,59 @@ fn a_program_runs() {
         "init\nbox\n/\n0"
     );
     assert_eq!(sandbox.sh("kill -9 $$").code, 137);
+}
+
+/// Without the switch's mechanism, as on a kernel whose overlayfs takes no descriptors, /etc is copied up.
+#[test]
+fn the_files_of_a_plan_leave_nothing_in_the_upper() {
+    require!();
+    for (off, there) in [("", false), ("overlay.points", true)] {
+        let node = Node::with_env(&[("DSEC_NATIVE_DISABLE", off)]);
+        let by_fd = dsec_launch::probe::probe(&node.config).overlay == Some(OverlayWay::Fd);
+        let mut wish = plan("a");
+        wish.upper.kind = UpperKind::Tmpfs;
+        let sandbox = node.create(&wish).expect("created");
+        assert_eq!(
+            sandbox.said("cat /etc/hostname; ls /etc"),
+            "box\ngroup\nhostname\nhosts\npasswd\nresolv.conf"
+        );
+        let copied = kit::in_pinned_root(&node, |root| root.join("uppers/a/upper/etc").exists());
+        assert_eq!(copied, there || !by_fd, "without {off:?}");
+        sandbox.stop();
+    }
+}
+
+/// v2 has no name to change, and nothing is kept there.
+#[test]
+fn the_memory_group_of_a_first_run_serves_another_sandbox_unless_something_was_refused_in_it() {
+    require!();
+    let node = Node::new();
+    if node.assembly().cgroups.mode() != CgroupMode::Hybrid {
+        return;
+    }
+    let groups = Path::new("/sys/fs/cgroup/memory").join(&node.config.cgroup);
+    let first_run = |id: &str, script: &str| {
+        let sandbox = node.create(&plan(id)).expect("created");
+        let mut run = sandbox.run_plan(&["/bin/sh", "-c", script]);
+        run.run = "1".to_owned();
+        let going = sandbox.start(&run).expect("started");
+        let code = going.code();
+        let group = std::fs::metadata(groups.join(id).join("run-1")).expect("a group");
+        let peak = going.cgroup.usage().expect("usage").memory_peak_bytes;
+        sandbox.stop();
+        (code, group.ino(), peak)
+    };
+    let big = "head -c 4m /dev/zero | tail -c 4m | wc -c";
+    // Who reads the programs first is charged for them.
+    first_run("z", big);
+    let (_, one, peak) = first_run("a", big);
+    assert!(peak > 4 * MIB);
+    let (_, two, peak) = first_run("b", "true");
+    assert_eq!(two, one);
+    assert!(peak < 4 * MIB, "{peak} is of the run before");
+    let (code, three, _) = first_run("c", "tail -c 400m /dev/zero");
+    assert_eq!((code, three), (137, one));
+    assert_ne!(first_run("d", "true").1, one);
 }
 
 #[test]
