@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,9 @@ import pytest
 
 from dsec.linux import proc
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
-from tests.root.test_runtime import BINARY, create, frozen_file, make_node, sh
-from tests.root.test_runtime import pytestmark as needs
+from tests.kit.rtnode import BINARY, create, frozen_file, make_node, needs, sh
 
 pytestmark = needs
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    node = make_node()
-    yield node
-    node.stop()
-
-
-@pytest.fixture
-def box(node: Node) -> Iterator[tuple[Client, str]]:
-    with node.client() as c:
-        create(c, "a")
-        yield c, "a"
 
 
 # Limits
@@ -123,7 +107,7 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
 
 
 @pytest.mark.parametrize("ended", ["timeout", "killed"])
-def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Client, str], ended: str) -> None:
+def test_a_killed_run_does_not_take_the_next_with_it(shared: Node, box: tuple[Client, str], ended: str) -> None:
     """Whatever is cloned into a cgroup that was killed once is killed too."""
     c, s = box
     for i in range(4):
@@ -132,7 +116,7 @@ def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Clie
         while c.recv().get("ev") != "started":
             pass
         if ended == "killed":
-            with node.client() as other:
+            with shared.client() as other:
                 other.call("run.kill", sandbox=s, run=f"r{i}", signal=0, cause="killed")
         assert c.wait(number)["cause"] == ended
         r = c.call("run.start", **run_plan(s, f"n{i}", ["true"], memory_cgroup=True))

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.kit.rtnode import BINARY, create, make_node, needs, sh
 from tests.kit.runtime import marks
-from tests.root.test_runtime import BINARY, create, make_node, sh
-from tests.root.test_runtime import pytestmark as needs
 
 pytestmark = needs
 
