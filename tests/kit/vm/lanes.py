@@ -24,6 +24,7 @@ INSIDE = {
         "tests/root/runtime/test_answers.py", "tests/root/runtime/test_deaths.py", "tests/root/runtime/test_limits.py",
         "tests/root/runtime/test_lost_disk.py", "tests/root/runtime/test_refusals.py",
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
+        "tests/root/test_full_disk.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
     ),
     "security": ("tests/security/test_container.py",),
