@@ -7,7 +7,6 @@ writable parts lie on the same disk, and take what is free before the node can; 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 from pathlib import Path
@@ -24,8 +23,6 @@ RESERVE_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 2 << 20
 # Filled again only while so much is free besides: else it would take from the sandboxes what they were given.
 FREE_BESIDES_BYTES: Final = 256 << 20
-# What "the disk is full" is called by file systems and their quotas.
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Reserve:

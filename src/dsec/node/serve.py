@@ -136,11 +136,13 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None, *, words_a
         loop.add_signal_handler(number, stop.set)
     clock = SystemClock()
     simulated = config.backends == ("fake",)
+    # First: what comes after may need of its reserve.
+    store = Store(config.state_dir)
     node = Node(
         name=config.node,
         backends=await make_backends(config),
-        layers=make_layers(config),
-        store=Store(config.state_dir),
+        layers=store.with_room(lambda: make_layers(config)),
+        store=store,
         room=machine_room(config.state_dir, config.overcommit),
         gauge=EndlessGauge() if simulated else MachineGauge(config.state_dir, clock),
         clock=clock,

@@ -23,12 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-from dsec.linux import proc
 from dsec.linux.flush import flusher
+from dsec.linux.full import is_full
 from dsec.model import failpoint
 from dsec.model.errors import DsecError, NodeDiskFull, Unavailable
 from dsec.node import schema
-from dsec.node.reserve import FULL, Reserve
+from dsec.node.reserve import Reserve
 
 log = logging.getLogger("dsec.node.store")
 
@@ -110,12 +110,21 @@ class Store:
             except (sqlite3.Error, OSError) as error:
                 if db is not None:
                     db.close()
-                if not _is_full(error, self.directory):
+                if not is_full(error, self.directory):
                     raise
                 if not self._reserve.spend():
                     raise NodeDiskFull(
                         f"the node's state in {self.directory} cannot be opened: {error}; free space on its disk"
                     ) from error
+
+    def with_room(self, make: Callable[[], T]) -> T:
+        """What needs room on the same disk to be opened, too: the reserve is given up for it. Raises NodeDiskFull."""
+        while True:
+            try:
+                return make()
+            except NodeDiskFull:
+                if not self._reserve.spend():
+                    raise
 
     def _connect(self) -> sqlite3.Connection:
         # Each connection is used by one thread at a time; sqlite3's check would only see who opened it.
@@ -240,7 +249,7 @@ class Store:
         if len(changes) > 1 or self._owed:
             statements = [*self._owed, *(statement for change in changes for statement in change.statements)]
         while (error := self._attempt(statements)) is not None:
-            if not (_is_full(error, self.directory) and self._reserve.spend()):
+            if not (is_full(error, self.directory) and self._reserve.spend()):
                 return _translate(error, self.directory)
         self._owed.clear()
         self.commits += 1
@@ -388,18 +397,8 @@ def _tell(loop: asyncio.AbstractEventLoop, then: Callable[[Future[None]], None],
         log.warning("nobody waits any more for the store: the event loop is closed")
 
 
-def _is_full(error: Exception, directory: Path) -> bool:
-    """Whether the disk is why. SQLite says so of what it writes; of its shared memory it says "I/O error"."""
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    name = getattr(error, "sqlite_errorname", None) or ""
-    return name == "SQLITE_FULL" or (
-        name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")) and proc.disk(directory).available < _LOG_STEP_BYTES
-    )
-
-
 def _translate(error: Exception, directory: Path) -> DsecError:
-    if _is_full(error, directory):
+    if is_full(error, directory):
         return NodeDiskFull(f"the node's state could not be written: {error}; free space on the node's disk")
     if isinstance(error, failpoint.Injected):
         return Unavailable(f"the node's state could not be written: fault injected at {error}")
