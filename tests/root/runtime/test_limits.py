@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,30 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
     with node.client() as c:
         r = c.call("run.start", **run_plan("a", "new", ["true"], memory_cgroup=True))
         assert (r["exit_code"], r["leftover"]) == (0, 0)
+
+
+# What is seen inside
+
+
+def test_nothing_of_the_hosts_cgroups_is_seen_of_a_run_that_enters(node: Node) -> None:
+    """It is seen inside from its clone on, before it has joined its groups; frozen, it stays there."""
+    with node.client() as c:
+        init = create(c, "a")["init_pid"]
+        frozen = frozen_file(node, "a")
+        frozen.write_text("1")
+        number = c.send("run.start", run_plan("a", "r", ["true"], memory_cgroup=True))
+        deadline = time.monotonic() + 20
+        while not (pids := [p for f in frozen.parent.glob("run-*/cgroup.procs") for p in f.read_text().split()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        look = ["nsenter", f"--target={init}", "--cgroup", "cat", f"/proc/{pids[0]}/cgroup"]
+        seen = subprocess.run(look, check=True, capture_output=True, text=True).stdout
+        frozen.write_text("0")
+        assert c.wait(number, [])["exit_code"] == 0
+    # Its own group is beside its init's, which is where its namespace begins on v2.
+    ours = [line for line in seen.split() if line.split(":")[1] in ("", "memory", "cpu", "pids")]
+    named = [part for line in ours for part in line.rpartition(":")[2].split("/") if part not in ("", "..")]
+    assert [name for name in named if not name.startswith("run-")] == [], seen
 
 
 # Results that are kept
