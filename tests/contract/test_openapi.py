@@ -27,7 +27,7 @@ class Served:
     """A simulated node in a thread of its own."""
 
     def __init__(self, directory: Path) -> None:
-        self._server = SimServer(directory, TokenGuard([hashlib.sha256(KEY.encode()).hexdigest()]))
+        self._server = SimServer(directory, TokenGuard({hashlib.sha256(KEY.encode()).hexdigest(): ""}))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
 

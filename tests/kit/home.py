@@ -41,6 +41,12 @@ class Home:
         assert code is None or done.returncode == code, (args, done)
         return done.stdout
 
+    def dsec_says(self, *args: str, code: int) -> str:
+        """What the command says on its standard error."""
+        done = subprocess.run([*COMMAND, *args], env=self.env, capture_output=True, check=False)
+        assert done.returncode == code, (args, done)
+        return done.stderr.decode()
+
     def agent(self) -> int:
         """The agent's pid."""
         return int((self.place.run_dir / "agent.pid").read_text())

@@ -162,13 +162,14 @@ class Node:
         env: dict[str, str] | None = None,
         nofile: int | None = None,
         pass_fds: tuple[int, ...] = (),
+        state_dir: Path | None = None,
     ) -> None:
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
         self.binary = self.dir / "dsec-runtime"
         os.link(_copy_of(binary), self.binary)
         self.run_dir = self.dir / "run"
-        self.state_dir = self.dir / "state"
-        self.state_dir.mkdir()
+        self.state_dir = state_dir or self.dir / "state"
+        self.state_dir.mkdir(exist_ok=True)
         self.cgroup = f"{cgroup}-{self.dir.name.removeprefix('runtime-')}"
         self.env = os.environ | (env or {})
         self.nofile = nofile

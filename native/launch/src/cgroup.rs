@@ -199,11 +199,25 @@ impl Cgroups {
     /// Removes `CG` itself where it is empty; for tests and for a node that ends for good.
     pub fn remove_base(&self) {
         self.0.spares.clear(&self.0.v1_bases());
+        for hierarchy in &self.0.v1 {
+            leave(&hierarchy.base);
+        }
         // Somebody else's groups may be below: leaving the directory is right then.
         let _ = fs::remove_dir(&self.0.v2);
         for hierarchy in &self.0.v1 {
             let _ = fs::remove_dir(&hierarchy.base);
         }
+    }
+}
+
+/// Moves what is in a group itself, which are launchers about to end, to its parent.
+fn leave(base: &Path) {
+    let Some(parent) = base.parent() else {
+        return;
+    };
+    for pid in read(&base.join("cgroup.procs")).unwrap_or_default().lines() {
+        // One that has ended by now has left.
+        let _ = write(&parent.join("cgroup.procs"), pid);
     }
 }
 

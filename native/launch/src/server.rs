@@ -47,6 +47,17 @@ impl CgroupDirs {
         })
     }
 
+    /// Moves to `CG` itself in v1. A run is seen inside from its clone on, before it joins its groups, and
+    /// `/proc/PID/cgroup` tells everybody where it is: it is to be nowhere with a name of the host's.
+    fn join(&self) -> Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+        let open = |base: &OwnedFd| {
+            let file = openat(base, "cgroup.procs", flags, Mode::empty());
+            file.step("launcher.join")
+        };
+        init::join(&self.v1.iter().map(open).collect::<Result<Vec<_>>>()?)
+    }
+
     pub(crate) fn leaf(&self, path: &str) -> Result<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         openat(&self.v2, path, flags, Mode::empty()).step("launcher.cgroup")
@@ -148,6 +159,7 @@ fn start() -> Result<Server> {
     let own_net = alone_in_a_network()?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
     let cgroups = CgroupDirs::open(&Cgroups::open(&cgroup)?)?;
+    cgroups.join()?;
     // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
     let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();
     // The host's /proc and /sys are still visible.

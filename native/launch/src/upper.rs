@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use dsec_sys::{btrfs, mount, quota};
 use rustix::fs::{mkdirat, openat, Mode, OFlags, StatVfsMountFlags};
@@ -31,7 +31,7 @@ const BTRFS_SHARE: (u64, u64) = (9, 10);
 /// Ids of subvolumes, which are the ids of their quota groups (level 0).
 const FIRST_SUBVOLUME: u64 = 256;
 const LAST_SUBVOLUME: u64 = (1 << 48) - 1;
-const BTRFS_AT: &str = "/upper-btrfs";
+pub(crate) const BTRFS_AT: &str = "/upper-btrfs";
 const PROJECT_AT: &str = "/upper-project";
 const MOUNTS_AT: &str = "/uppers";
 
@@ -77,11 +77,14 @@ pub struct DiskUsage {
 #[derive(Debug)]
 pub struct Uppers {
     pub(crate) pinned: Pinned,
-    state_dir: PathBuf,
+    pub(crate) state_dir: PathBuf,
     /// Of [`ORDER`], those that were tried.
     works: [OnceLock<bool>; ORDER.len()],
     /// Quota groups of removed subvolumes, which go once their space is back.
     stale: Mutex<Vec<u64>>,
+    /// The device of the shared file system when it was last looked at, and of one that lost something.
+    pub(crate) seen: Mutex<Option<u64>>,
+    failed: Mutex<Option<u64>>,
 }
 
 impl Uppers {
@@ -93,6 +96,8 @@ impl Uppers {
             state_dir: config.state_dir.clone(),
             works: Default::default(),
             stale: Mutex::new(Vec::new()),
+            seen: Mutex::new(None),
+            failed: Mutex::new(None),
         })
     }
 
@@ -281,8 +286,8 @@ impl Uppers {
             .ok_or_else(|| LaunchError::new(Code::NoSpace, text))
     }
 
-    /// None when it has turned read-only. It does so for good when it had to grow its file while the disk
-    /// below was full.
+    /// None when it has turned read-only, or lost something. It does so when it had to grow its file while
+    /// the disk below was full; read-only it stays for good.
     fn open_btrfs(&self) -> Result<Option<OwnedFd>> {
         if !self.pinned.is_mounted(BTRFS_AT).step("upper.stat")? {
             self.mount_btrfs()?;
@@ -290,7 +295,18 @@ impl Uppers {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
         let root = self.pinned.open_at(BTRFS_AT, flags).step("upper.btrfs")?;
         let state = rustix::fs::fstatvfs(&root).step("upper.btrfs")?;
-        Ok((!state.f_flag.contains(StatVfsMountFlags::RDONLY)).then_some(root))
+        let device = rustix::fs::fstat(&root).step("upper.btrfs")?.st_dev;
+        let broken = state.f_flag.contains(StatVfsMountFlags::RDONLY) || self.given_up(device);
+        Ok((!broken).then_some(root))
+    }
+
+    /// No sandbox gets a part of it any more; those that have are to end.
+    pub(crate) fn give_up(&self, device: u64) {
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(device);
+    }
+
+    pub(crate) fn given_up(&self, device: u64) -> bool {
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) == Some(device)
     }
 
     /// Sandboxes that live on it keep it by their mounts, to read; its file goes with the last of them.
@@ -302,6 +318,9 @@ impl Uppers {
         let target = cstring(BTRFS_AT).step("upper.unmount")?;
         self.pinned
             .inside(|| mount::detach(&target).step("upper.unmount"))?;
+        // Its number may be that of the next one.
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = None;
         match fs::remove_file(self.state_dir.join("upper.btrfs")) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other.step("upper.unlink"),
@@ -377,6 +396,10 @@ impl Uppers {
     }
 
     fn remove_btrfs(&self, upper: &Upper) -> Result<()> {
+        let mounted = self.pinned.is_mounted(BTRFS_AT).step("upper.stat")?;
+        if !mounted && !self.state_dir.join("upper.btrfs").exists() {
+            return Ok(()); // it went with the file system it was on
+        }
         // What cannot be written goes as a whole. No new one is made, for which there may be no room yet.
         let Some(root) = self.open_btrfs()? else {
             return self.drop_broken();

@@ -64,7 +64,7 @@ fn the_memory_group_of_a_first_run_serves_another_sandbox_unless_something_was_r
         let going = sandbox.start(&run).expect("started");
         let code = going.code();
         let group = std::fs::metadata(groups.join(id).join("run-1")).expect("a group");
-        let peak = going.cgroup.usage().expect("usage").memory_peak_bytes;
+        let peak = going.files.usage().expect("usage").memory_peak_bytes;
         sandbox.stop();
         (code, group.ino(), peak)
     };

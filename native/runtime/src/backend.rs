@@ -7,6 +7,7 @@ use std::time::Duration;
 use dsec_launch::cgroup::RunUsage;
 use dsec_launch::launcher::Entered;
 use dsec_launch::layers::Layer;
+use dsec_launch::upper::Upper;
 use dsec_launch::{Probe, Result, RunPlan, SandboxPlan, Usage};
 
 use crate::record::Record;
@@ -16,7 +17,7 @@ pub struct Made {
     pub init_pid: i32,
     pub init_pidfd: OwnedFd,
     pub place: Arc<dyn Place>,
-    pub upper: Option<dsec_launch::upper::Upper>,
+    pub upper: Option<Upper>,
 }
 
 /// Everything here may block, each call with a bound, and is called from worker threads unless the
@@ -30,6 +31,8 @@ pub trait Backend: Send + Sync {
     fn create(&self, plan: &SandboxPlan, uid_base: u32) -> Result<Made>;
     /// A sandbox that was made by an earlier runtime.
     fn find(&self, record: &Record) -> Result<Arc<dyn Place>>;
+    /// Ids of those whose writable part is lost with the disk below it. May wait for the disk.
+    fn disks_lost(&self, uppers: &[Upper]) -> Result<Vec<String>>;
     /// Removes whatever there is of a sandbox that was only half made, or whose record is all there is.
     fn remove(&self, record: &Record, deadline: Duration) -> Result<()>;
     /// Removes what belongs to no sandbox named in `known`. Says what it removed.
@@ -50,6 +53,8 @@ pub trait Place: Send + Sync {
     fn leaves(&self) -> Result<Vec<String>>;
     /// Whether the writable part is full. May wait for the disk.
     fn disk_full(&self) -> Result<bool>;
+    /// Whether it is lost with the disk below it. May wait for the disk.
+    fn disk_lost(&self) -> Result<bool>;
     /// Whether writes to it show in a process's resource usage. Never waits.
     fn counts_writes(&self) -> bool;
     /// Starts a program inside; returns right after the clone.

@@ -182,6 +182,10 @@ impl Backend for Real {
         }))
     }
 
+    fn disks_lost(&self, uppers: &[Upper]) -> Result<Vec<String>> {
+        self.shared.assembly.uppers.lost(uppers)
+    }
+
     fn remove(&self, record: &Record, deadline: Duration) -> Result<()> {
         self.remove_cgroup(&record.id, deadline)?;
         let uppers = &self.shared.assembly.uppers;
@@ -247,6 +251,10 @@ impl Place for RealPlace {
 
     fn disk_full(&self) -> Result<bool> {
         self.shared.assembly.uppers.full(&self.upper)
+    }
+
+    fn disk_lost(&self) -> Result<bool> {
+        self.shared.assembly.uppers.is_lost(&self.upper)
     }
 
     fn counts_writes(&self) -> bool {

@@ -33,7 +33,7 @@ pub struct Exit {
     pub signal: Option<i32>,
     /// Something in it was killed for want of memory.
     pub oom: bool,
-    /// `stopped`, `init_died`, or `lost` (it ended while nothing of ours was alive to see it).
+    /// `stopped`, `init_died`, `disk_lost`, or `lost` (it ended while nothing of ours was alive to see it).
     pub reason: String,
 }
 

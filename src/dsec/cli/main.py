@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    import argparse
+
     from dsec.model.errors import DsecError
 
 # Name: (module below dsec.cli.commands, function prefix, what it does).
@@ -28,6 +30,8 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "doctor": ("doctor", "doctor", "what this machine can do and what to mend"),
     "bench": ("bench", "bench", "measure this machine (from a checkout)"),
 }
+# How much two words have in common, of 1, for one to be a slip of the other: --imgae is --image, --listen no --timeout.
+SIMILAR: Final = 0.7
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 # The platform failed and not the program: nothing a program usually returns.
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dsec {dsec.__version__}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"dsec: no command {args[0]!r}\n\n{_usage()}", file=sys.stderr)
+        print(f"dsec: no command {args[0]!r}{_meant(args[0], COMMANDS)}\n\n{_usage()}", file=sys.stderr)
         return EXIT_USAGE
     return _guarded(args[0], args[1:])
 
@@ -105,10 +109,26 @@ def _call(name: str, args: list[str]) -> int:
     given, unknown = parser.parse_known_args(args)
     if unknown:
         words = args[args.index(unknown[0]) :] if unknown[0] in args else unknown
-        hint = getattr(module, f"{prefix}_hint", lambda words: "")(words)
+        hint = _meant(unknown[0].partition("=")[0], _options(parser))
+        hint = hint or getattr(module, f"{prefix}_hint", lambda words: "")(words)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     code: int = getattr(module, f"{prefix}_command")(given)
     return code
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The long options of a command, and those of the actions below it."""
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    below = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    return known + [option for parsers in below for inner in parsers.values() for option in _options(inner)]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """What is much like a word that is not known."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, list(known), n=1, cutoff=SIMILAR)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _usage() -> str:

@@ -13,7 +13,8 @@ from typing import Final, Literal
 import msgspec
 
 from dsec.images.refs import Ref
-from dsec.model.errors import Conflict
+from dsec.linux.full import is_full
+from dsec.model.errors import Conflict, NodeDiskFull
 
 Role = Literal["base", "workspace", "toolkit"]
 
@@ -195,6 +196,10 @@ class Catalog:
             self._local.seen = (None, {})
         try:
             yield mine[1]
+        except sqlite3.OperationalError as error:
+            if is_full(error, self._path.parent):
+                raise NodeDiskFull(f"the layer catalogue {self._path}: {error}; free space on its disk") from error
+            raise
         finally:
             if mine[1].in_transaction:  # it was not committed
                 mine[1].execute("ROLLBACK")

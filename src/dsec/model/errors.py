@@ -248,7 +248,7 @@ class SandboxLost(Unavailable):
 
     @property
     def end_reason(self) -> str | None:
-        """Why it ended, as in `SandboxInfo.end_reason`: `stopped idle lifetime init_died oom lost reboot`."""
+        """Why it ended, as in `SandboxInfo.end_reason`: `stopped idle lifetime init_died oom lost disk_lost reboot`."""
         return self.detail.get("reason")
 
 

@@ -10,7 +10,7 @@ from dsec.model.specs import Spec
 
 State = Literal["creating", "running", "paused", "stopping", "stopped", "lost"]
 Cause = Literal["exited", "signalled", "timeout", "oom", "killed", "policy"]
-EndReason = Literal["stopped", "idle", "lifetime", "init_died", "oom", "lost", "reboot", "create_failed"]
+EndReason = Literal["stopped", "idle", "lifetime", "init_died", "oom", "lost", "disk_lost", "reboot", "create_failed"]
 
 ALIVE: tuple[State, ...] = ("creating", "running", "paused", "stopping")
 
@@ -52,7 +52,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     expires_at: float | None = None  # when its lifetime ends
     idle_since: float | None = None  # None while something is going on in it
     end_reason: EndReason | None = None
-    ended_by: str | None = None  # the call that ended it: "stop" or "job stop"; None when nobody did
+    ended_by: str | None = None  # the call and the caller: "stop by uid 0", "job stop by key ci"; None: nobody did
     parent: str | None = None
     replaced_by: str | None = None
 

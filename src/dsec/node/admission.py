@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dsec.model.errors import NodeFull
+from dsec.model.errors import Exhausted, NodeDiskFull, NodeFull
 from dsec.model.specs import Spec
 from dsec.node.clock import Clock
 
@@ -106,7 +106,7 @@ class Admission:
         self._serve_queue()
 
     async def reserve_all(self, needs: Mapping[str, Need], wait_s: float) -> None:
-        """Reserve for all or for none, waiting at most `wait_s`. Raises NodeFull."""
+        """Reserve for all or for none, waiting at most `wait_s`. Raises NodeFull, NodeDiskFull."""
         total = Need(*(sum(getattr(need, name) for need in needs.values()) for name in RESOURCES))
         batch = f"batch-{id(needs)}"
         await self.reserve(batch, total, wait_s)
@@ -115,14 +115,14 @@ class Admission:
         self.release(batch)
 
     async def reserve(self, sandbox_id: str, need: Need, wait_s: float) -> None:
-        """Reserve, waiting at most `wait_s` for room. Raises NodeFull naming the resource."""
+        """Reserve, waiting at most `wait_s` for room. Raises NodeFull naming the resource; NodeDiskFull."""
         self._refuse_impossible(need)
         lack = self._lacking(need)
         if not lack and not self._queue:
             self._hold(sandbox_id, need)
             return
         if wait_s <= 0 or len(self._queue) >= WAITERS_MAX:
-            raise _full(lack or "a place in the queue", need, self._free())
+            raise self._refusal(lack, need)
         await self._wait(sandbox_id, need, wait_s)
 
     async def _wait(self, sandbox_id: str, need: Need, wait_s: float) -> None:
@@ -131,8 +131,7 @@ class Admission:
 
         def late() -> None:
             if not waiter.granted.done():
-                lack = self._lacking(need) or "a place in the queue"
-                waiter.granted.set_exception(_full(lack, need, self._free(), waited_s=wait_s))
+                waiter.granted.set_exception(self._refusal(self._lacking(need), need, wait_s))
 
         timer = self._clock.call_later(wait_s, late)
         if not self._ticking:
@@ -178,6 +177,18 @@ class Admission:
 
     def _free(self) -> dict[str, float]:
         return {name: max(self._room.total[name] - self._promised[name], 0.0) for name in RESOURCES}
+
+    def _refusal(self, lack: str, need: Need, waited_s: float = 0.0) -> Exhausted:
+        free = self._gauge.free().get("disk_mib")
+        keep = self._room.keep_free.get("disk_mib", 0.0)
+        if lack == "disk_mib" and free is not None and free < keep:
+            waited = f" after waiting {waited_s:g} s" if waited_s else ""
+            return NodeDiskFull(
+                f"the node's disk has {free:,.0f} MiB free{waited}, and no sandbox is made below {keep:,.0f}: what "
+                "lives there keeps its room; free space on it, or take another node",
+                detail={"resource": lack, "left": free, "keep": keep},
+            )
+        return _full(lack or "a place in the queue", need, self._free(), waited_s=waited_s)
 
     def _refuse_impossible(self, need: Need) -> None:
         for name, amount in need.items():

@@ -31,6 +31,7 @@ log = logging.getLogger("dsec.node")
 
 VERSION: Final = "0.1.0"
 SIGNAL_MAX: Final = 64
+_KILL_SEEN_S: Final = 5.0  # less than callers give to a kill
 _LIST_CHUNK: Final = 512
 _STOPS_AT_ONCE: Final = 64
 
@@ -167,24 +168,27 @@ class Node:
             raise boxes.not_running(self.core.past(ref))
         return box
 
-    async def stop(self, ref: str, key: str | None = None, *, grace_s: float = 0.0) -> SandboxInfo:
+    async def stop(self, ref: str, key: str | None = None, *, grace_s: float = 0.0, caller: str = "") -> SandboxInfo:
         """End a sandbox for good; idempotent. Under a key a name means the sandbox it meant the first time."""
         check_seconds("grace_s", grace_s, 0, limits.GRACE_MAX_S)
         if key is None or ids.is_sandbox_id(ref):
-            return await self._stop(ref, grace_s)  # an id never means another sandbox: stopping again is harmless
+            return await self._stop(
+                ref, grace_s, caller
+            )  # an id never means another sandbox: stopping again is harmless
 
         async def work() -> tuple[bytes, list[Statement]]:
-            return encode(await self._stop(ref, grace_s)), []
+            return encode(await self._stop(ref, grace_s, caller)), []
 
-        return decode_info(await self.core.once(NODE_SCOPE, key, content_hash("stop", [ref, grace_s]), "stop", work))
+        digest = content_hash("stop", [ref, grace_s])
+        return decode_info(await self.core.once(NODE_SCOPE, key, digest, "stop", work, done=True))
 
-    async def _stop(self, ref: str, grace_s: float) -> SandboxInfo:
+    async def _stop(self, ref: str, grace_s: float, caller: str) -> SandboxInfo:
         box = self.core.alive(ref)
         if box is None:
             return self.core.past(ref)
-        return await self._lifecycle.stop(box, "stop", grace_s)
+        return await self._lifecycle.stop(box, _by("stop", caller), grace_s)
 
-    async def stop_job(self, job: str) -> int:
+    async def stop_job(self, job: str, caller: str = "") -> int:
         """End all sandboxes of a job; how many there were."""
         ids.check_name(job, "job")
         mine = iter([box for box in self.core.boxes.values() if box.info.job == job])
@@ -193,7 +197,7 @@ class Node:
         async def worker() -> None:
             nonlocal stopped
             for box in mine:
-                await self._lifecycle.stop(box, "job stop")
+                await self._lifecycle.stop(box, _by("job stop", caller))
                 stopped += 1
 
         await asyncio.gather(*(worker() for _ in range(_STOPS_AT_ONCE)))
@@ -226,6 +230,8 @@ class Node:
                 break
             cursor = rows[-1].id
             found.extend(info for info in rows if info.id not in self.core.boxes and query.matches(info))
+        owed = self.core.owed.infos.items()
+        found.extend(info for id_, info in owed if id_ > query.cursor and query.matches(info))
         return found
 
     async def extend(self, ref: str, seconds: float, key: str | None = None) -> SandboxInfo:
@@ -243,9 +249,8 @@ class Node:
                 box.expires_boot += seconds
             return self._touched(box)
 
-        return decode_info(
-            await self.core.once(box.id, check_key(key), content_hash("extend", seconds), "extend", work)
-        )
+        digest = content_hash("extend", seconds)
+        return decode_info(await self.core.once(box.id, check_key(key), digest, "extend", work, changes=box))
 
     async def set_labels(self, ref: str, labels: dict[str, str], key: str | None = None) -> SandboxInfo:
         """Replace all labels."""
@@ -257,7 +262,8 @@ class Node:
             box.change(labels=dict(labels))
             return self._touched(box)
 
-        return decode_info(await self.core.once(box.id, check_key(key), content_hash("labels", labels), "labels", work))
+        digest = content_hash("labels", labels)
+        return decode_info(await self.core.once(box.id, check_key(key), digest, "labels", work, changes=box))
 
     async def set_network(self, ref: str, network: dict[str, bool], key: str | None = None) -> SandboxInfo:
         """Only "nothing may be reached" is possible yet; anything else is refused."""
@@ -275,7 +281,7 @@ class Node:
             return self._touched(box)
 
         digest = content_hash("network", network)
-        return decode_info(await self.core.once(box.id, check_key(key), digest, "network", work))
+        return decode_info(await self.core.once(box.id, check_key(key), digest, "network", work, changes=box))
 
     def _touched(self, box: Box) -> tuple[bytes, list[Statement]]:
         self.core.became_idle(box)
@@ -335,12 +341,16 @@ class Node:
         ]
 
     async def kill(self, ref: str, process_id: str, signal: int | None = None, key: str | None = None) -> None:
-        """Send a signal to a program, or end its whole tree. Nothing to do when it has ended."""
+        """Send a signal to a program, or end its whole tree: then it is listed no more when this returns.
+
+        Nothing to do when it has ended.
+        """
         if signal is not None and not 1 <= signal <= SIGNAL_MAX:
             raise InvalidSpec.field("signal", signal, f"1 to {SIGNAL_MAX}, or none for the whole tree")
         box = await self._ready(ref)
         guest = box.running_guest()
-        if not any(flight.process_id == process_id for flight in box.flights.values()):
+        flight = next((flight for flight in box.flights.values() if flight.process_id == process_id), None)
+        if flight is None:
             if self.core.steps.by_subject(box.id, process_id) is None:
                 raise NotFound(f"sandbox {box.id} has no process {process_id!r}", sandbox_id=box.id)
             return
@@ -355,7 +365,10 @@ class Node:
             return encode({}), []
 
         digest = content_hash("kill", [process_id, signal])
-        await self.core.once(box.id, check_key(key), digest, "kill", work, subject=process_id, begin=True)
+        await self.core.once(box.id, check_key(key), digest, "kill", work, subject=process_id, begin=True, done=True)
+        if signal is None:
+            # One that waits for a bad disk ends later.
+            await asyncio.wait((flight.done,), timeout=_KILL_SEEN_S)
 
     def attach(self, ref: str, process_id: str, sink: Sink, offsets: tuple[int, int]) -> asyncio.Task[object] | None:
         """Read along with a run in flight; ends when it does."""
@@ -396,7 +409,8 @@ class Node:
             await self._unmount(digest)
             return encode({}), []
 
-        await self.core.once(NODE_SCOPE, check_key(key), content_hash("layer.remove", ref), "layer.remove", work)
+        digest = content_hash("layer.remove", ref)
+        await self.core.once(NODE_SCOPE, check_key(key), digest, "layer.remove", work, done=True)
 
     async def _unmount(self, digest: str) -> None:
         """The blocks of a removed layer are free once it is mounted nowhere."""
@@ -411,3 +425,7 @@ class Node:
         """Make a layer; minutes for a whole distribution. The same content again is the same layer."""
         request.check()
         return await asyncio.to_thread(self.core.layers.import_layer, request, progress)
+
+
+def _by(call: str, caller: str) -> str:
+    return f"{call} by {caller}" if caller else call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,6 +73,16 @@ class Box:
     def change(self, **fields: Any) -> None:
         """Replace fields of the info."""
         self.info = msgspec.structs.replace(self.info, **fields)
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back what callers may change of it."""
+        before, expires = self.info, self.expires_boot
+
+        def put_back() -> None:
+            self.change(labels=before.labels, spec=before.spec)
+            self.expires_boot = expires
+
+        return put_back
 
     def adopt(self, runtime: Runtime) -> None:
         """It runs."""
@@ -177,6 +188,7 @@ def _ending_in_words(info: SandboxInfo, reason: EndReason) -> str:
         "init_died": "its init died (init_died)",
         "oom": "it ran out of memory (oom)",
         "lost": "the node lost it (lost)",
+        "disk_lost": "the node's disk failed or was full, and what it had written is lost (disk_lost)",
         "reboot": "the machine was restarted (reboot)",
         "create_failed": "its creation failed (create_failed)",
     }

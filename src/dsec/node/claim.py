@@ -30,8 +30,9 @@ def own_state(config: NodeConfig) -> Iterator[None]:
             raise Conflict(taken) from error
         if owner not in ("", str(config.run_dir)) and _keeper_lives(Path(owner)):
             raise Conflict(f"{taken}, or end it: DSEC_RUN_DIR={owner} dsec down --stop-all")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, os.fsencode(config.run_dir) + b"\n", 0)
+        if owner != str(config.run_dir):  # a disk that is full need not be written to
+            size = os.pwrite(fd, os.fsencode(config.run_dir) + b"\n", 0)
+            os.ftruncate(fd, size)
         yield
     finally:
         os.close(fd)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from dsec.backends.base import Backend
 from dsec.linux import proc
 from dsec.model import ids
-from dsec.model.errors import DsecError, InvalidSpec, NotFound, Unknown, Unsupported
+from dsec.model.errors import DsecError, InvalidSpec, NodeDiskFull, NotFound, Unknown, Unsupported
 from dsec.model.states import SandboxInfo
 from dsec.node.admission import Admission
 from dsec.node.box import SELECT, Box, read_row
 from dsec.node.clock import Clock, Deadlines
 from dsec.node.layers import Layers
+from dsec.node.owed import Owed
 from dsec.node.runs import Runs
 from dsec.node.steps import BEGUN, Answer, Steps, conflict
 from dsec.node.store import Statement, Store
@@ -27,6 +28,16 @@ decode_info = msgspec.msgpack.Decoder(SandboxInfo).decode
 NODE_SCOPE: Final = ""
 
 Work = Callable[[], Awaitable[tuple[bytes, list[Statement]]]]
+
+
+class Terms(NamedTuple):
+    """How a call that is made once goes about it; see `Core.once`."""
+
+    kind: str
+    subject: str
+    begin: bool
+    done: bool
+    changes: Box | None
 
 
 class Core:
@@ -48,6 +59,7 @@ class Core:
         self.store = store
         self.admission = admission
         self.clock = clock
+        self.owed = Owed(store, clock)
         self.steps = Steps(store, clock)
         self.deadlines = Deadlines(clock, self._due)
         self.runs = Runs(store, self.steps, clock, self.became_idle)
@@ -95,6 +107,9 @@ class Core:
 
     def past(self, ref: str) -> SandboxInfo:
         """A sandbox that has ended, by id or name (the latest of that name). Raises NotFound."""
+        for info in self.owed.infos.values():
+            if ref in (info.id, info.name):
+                return info
         if ids.is_sandbox_id(ref):
             rows = self.store.read(f"{SELECT} WHERE id = ?", (ref,))
         else:
@@ -116,18 +131,35 @@ class Core:
         )
 
     async def once(
-        self, scope: str, key: str, digest: bytes, kind: str, work: Work, *, subject: str = "", begin: bool = False
+        self,
+        scope: str,
+        key: str,
+        digest: bytes,
+        kind: str,
+        work: Work,
+        *,
+        subject: str = "",
+        begin: bool = False,
+        done: bool = False,
+        changes: Box | None = None,
     ) -> bytes:
         """Do something at most once under a key; the answer is on the disk, with what it changed, before it is given.
 
         `begin` writes a row before the work, for work whose effect outside could be lost track of: begun and never
-        answered is Unknown. Errors are not kept: nothing was done, so the key may be tried again.
+        answered is Unknown. Errors are not kept: nothing was done, so the key may be tried again. `done`: the work
+        cannot be taken back, so it is answered also when there is no room on the disk for the answer. `changes`: what
+        it changes of this sandbox in memory only is as before when it cannot be written.
         """
         running = self.calls.get((scope, key))
         if running is not None:
             if running[0] != digest:
                 raise conflict(key, kind)
             return value_of(await asyncio.shield(running[1]))
+        owed = self.owed.answer(scope, key)
+        if owed is not None:
+            if owed[0] != digest:
+                raise conflict(key, kind)
+            return owed[1]
         found = self.steps.find(scope, key, digest, kind)
         if found is not None:
             if found.state == BEGUN:
@@ -136,7 +168,7 @@ class Core:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.calls[scope, key] = (digest, future)
         try:
-            answer = await self._work(scope, key, digest, kind, work, subject=subject, begin=begin)
+            answer = await self._work(scope, key, digest, work, Terms(kind, subject, begin, done, changes))
             future.set_result(answer)
             return answer
         except DsecError as error:
@@ -147,12 +179,12 @@ class Core:
             if not future.done():
                 future.set_result(Unknown(f"{kind} under key {key!r} was cut short"))
 
-    async def _work(
-        self, scope: str, key: str, digest: bytes, kind: str, work: Work, *, subject: str, begin: bool
-    ) -> bytes:
-        begun = self.steps.begin(scope, key, digest, kind, subject=subject)
+    async def _work(self, scope: str, key: str, digest: bytes, work: Work, terms: Terms) -> bytes:
+        begin = terms.begin
+        begun = self.steps.begin(scope, key, digest, terms.kind, subject=terms.subject)
         if begin:
             await self.store.commit(begun, durable=False)
+        undo = None if terms.changes is None else terms.changes.remember()
         try:
             answer, statements = await work()
         except DsecError:
@@ -160,7 +192,16 @@ class Core:
                 await self.store.commit(self.steps.drop(scope, key), durable=False)
             raise
         end, files = self.steps.end(scope, key, answer)
-        await self.store.commit(*([] if begin else [begun]), *statements, end, files=files)
+        change = (*([] if begin else [begun]), *statements)
+        try:
+            await self.store.commit(*change, end, files=files)
+        except DsecError as error:
+            if undo is not None:
+                undo()
+            if not (terms.done and isinstance(error, NodeDiskFull)):
+                raise
+            end, _ = self.steps.end(scope, key, answer, spooled=False)
+            self.owed.add_answer(scope, key, digest, answer, *change, end)
         return answer
 
 

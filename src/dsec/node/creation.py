@@ -17,6 +17,7 @@ from dsec.model.errors import (
     DsecError,
     InvalidSpec,
     InvalidState,
+    NodeDiskFull,
     NotFound,
     ProgramNotStarted,
     Unavailable,
@@ -245,6 +246,14 @@ class Creation:
         box.expires_boot = None if spec.lifetime_s is None else clock.boot() + spec.lifetime_s
         box.change(state="running", started_at=clock.wall())
 
+    async def _forget(self, box: Box, key: str) -> None:
+        core = self._core
+        gone = ("DELETE FROM sandboxes WHERE id = ?", (box.id,)), core.steps.drop(NODE_SCOPE, key)
+        try:
+            await core.store.commit(*gone, durable=False)
+        except NodeDiskFull:
+            core.owed.add(*gone)  # nothing is left of it but, perhaps, its row
+
     async def _undo(self, box: Box, key: str, cause: BaseException) -> None:
         core = self._core
         error = cause if isinstance(cause, DsecError) else InvalidState(f"sandbox {box.id} was not created: {cause}")
@@ -252,9 +261,7 @@ class Creation:
         try:
             if box.runtime is not None:
                 await box.runtime.stop()
-            await core.store.commit(
-                ("DELETE FROM sandboxes WHERE id = ?", (box.id,)), core.steps.drop(NODE_SCOPE, key), durable=False
-            )
+            await self._forget(box, key)
         except DsecError as failure:
             # It stays a sandbox that is being stopped, so the timer tries again; its name and room stay taken.
             log.error("undoing the creation of %s: %s", box.id, failure)

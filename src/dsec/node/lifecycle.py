@@ -126,7 +126,12 @@ class Lifecycle:
         # A creation that was never answered frees its key.
         freed = "DELETE FROM steps WHERE scope = '' AND subject = ? AND state = 0"
         undone = [(freed, (box.id,))] if exit_.reason == "create_failed" else []
-        await self._core.store.commit(box.row(), *undone)
+        try:
+            await self._core.store.commit(box.row(), *undone)
+        except NodeDiskFull as error:
+            # It is released, and nobody is told otherwise.
+            log.warning("the end of sandbox %s is written once there is room: %s", box.id, error)
+            self._core.owed.add_end(box.info, box.row(), *undone)
         failpoint.at("stop.recorded")
         self._core.remove(box)
         if box.watcher is not None:

@@ -31,13 +31,18 @@ from dsec.node.http.auth import PeerGuard, load_tokens
 from dsec.node.http.server import Listener, tcp_socket, unix_socket
 from dsec.node.layers import Layers
 from dsec.node.simulated import SimulatedLayers
-from dsec.node.store import Store
+from dsec.node.store import Store, write_whole
 
 log = logging.getLogger("dsec.node")
 
 # The writer of the store and the event loop share the interpreter: with the default of 5 ms a commit could wait that
 # long for its turn.
 SWITCH_INTERVAL_S: Final = 0.0005
+WORDS_MAX_BYTES: Final = 1 << 20
+
+
+# Set by `dsec up`: standard error is a file of its own until this agent is up, and the log is standard output.
+WORDS_APART_ENV: Final = "DSEC_WORDS_APART"
 
 
 class JsonLines(logging.Formatter):
@@ -61,6 +66,13 @@ def set_up_logging(level: str) -> None:
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a malformed request is the client's affair
+
+
+def to_the_log() -> None:
+    """From now on standard error is the log. What was said until now is in the file `dsec up` looks into."""
+    with contextlib.suppress(OSError):  # the disk may be full
+        os.write(sys.stdout.fileno(), os.pread(sys.stderr.fileno(), WORDS_MAX_BYTES, 0))
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
 
 
 @contextlib.contextmanager
@@ -116,7 +128,7 @@ def make_layers(config: NodeConfig) -> Layers:
     return LayerStore(config.state_dir)
 
 
-async def run(config: NodeConfig, ready: asyncio.Event | None = None) -> None:
+async def run(config: NodeConfig, ready: asyncio.Event | None = None, *, words_apart: bool = False) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -124,11 +136,13 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     clock = SystemClock()
     simulated = config.backends == ("fake",)
+    # First: what comes after may need of its reserve.
+    store = Store(config.state_dir)
     node = Node(
         name=config.node,
         backends=await make_backends(config),
-        layers=make_layers(config),
-        store=Store(config.state_dir),
+        layers=store.with_room(lambda: make_layers(config)),
+        store=store,
         room=machine_room(config.state_dir, config.overcommit),
         gauge=EndlessGauge() if simulated else MachineGauge(config.state_dir, clock),
         clock=clock,
@@ -137,6 +151,8 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None) -> None:
         await node.start()
         listeners = await _listen(config, node)
         log.info("node %s serves %s (version %s, pid %d)", config.node, config.socket, VERSION, os.getpid())
+        if words_apart:
+            to_the_log()
         if ready is not None:
             ready.set()
         await stop.wait()
@@ -150,12 +166,9 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None) -> None:
 async def _listen(config: NodeConfig, node: Node) -> list[Listener]:
     listeners = [Listener(App(node, PeerGuard()), unix_socket(config.socket), peer=True)]
     if config.listen is not None:
-        guard, made = load_tokens(config.token_file)
+        key_file = config.state_dir / "api-key"
+        guard, made = load_tokens(config.token_file, lambda key: write_whole(key_file, f"{key}\n".encode()))
         if made is not None:
-            key_file = config.state_dir / "api-key"
-            fd = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w") as opened:
-                opened.write(made + "\n")
             log.info("made a key for TCP: %s; use it as DSEC_API_KEY", key_file)
         listeners.append(Listener(App(node, guard), tcp_socket(*config.listen), peer=False, tls=config.tls()))
     # The Unix socket last: who finds it answering finds all of them.
@@ -167,6 +180,7 @@ async def _listen(config: NodeConfig, node: Node) -> list[Listener]:
 def serve(config: NodeConfig) -> None:
     """Run a node in this process until it is told to stop."""
     set_up_logging(config.log_level)
+    words_apart = bool(os.environ.pop(WORDS_APART_ENV, None))
     for directory in (config.run_dir, config.state_dir):
         directory.mkdir(parents=True, exist_ok=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -175,4 +189,4 @@ def serve(config: NodeConfig) -> None:
             claim_cgroup(config, cgroups.detect().v2)
         # What is imported by now lives as long as the process: the collector need not look at it again.
         gc.freeze()
-        uvloop.run(run(config))
+        uvloop.run(run(config, words_apart=words_apart))

@@ -141,16 +141,16 @@ class Steps:
         return sql, (scope, key, digest, kind, BEGUN, step, subject, self._clock.wall(), command)
 
     def end(
-        self, scope: str, key: str, answer: Answer, subject: str = ""
+        self, scope: str, key: str, answer: Answer, subject: str = "", *, spooled: bool = True
     ) -> tuple[Statement, tuple[tuple[Path, bytes], ...]]:
-        """The statement that answers a row, and the files that must be there before."""
+        """The statement that answers a row, and the files that must be there before (none, unless `spooled`)."""
         state, body = ANSWERED, answer
         if isinstance(body, DsecError):
             state, body = FAILED, _encoder.encode(WireError.of(body))
         spool: str | None = None
         files: tuple[tuple[Path, bytes], ...] = ()
         inline: bytes | None = body
-        if len(body) > SPOOL_FROM_BYTES:
+        if spooled and len(body) > SPOOL_FROM_BYTES:
             spool = f"{scope or 'node'}/{subject or hashlib.sha256(key.encode()).hexdigest()}"
             files = ((self._store.spool / spool, body),)
             inline = None

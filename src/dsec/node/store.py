@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from dsec.linux.flush import flusher
+from dsec.linux.full import is_full
 from dsec.model import failpoint
 from dsec.model.errors import DsecError, NodeDiskFull, Unavailable
 from dsec.node import schema
+from dsec.node.reserve import Reserve
 
 log = logging.getLogger("dsec.node.store")
 
@@ -41,6 +43,7 @@ _CHECKPOINT_EVERY: Final = 4096
 # The log grows in steps of this. A flush after bytes were appended waits for a commit of the file system's journal as
 # well, and takes several times as long as one after bytes were replaced.
 _LOG_STEP_BYTES: Final = 1 << 20
+_REFILL_EVERY: Final = 64  # transactions between two attempts to fill a reserve that was spent
 _BUSY_MS: Final = 10_000
 
 
@@ -71,12 +74,12 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.spool = directory / "spool"
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.spool.mkdir(exist_ok=True, mode=0o700)
         self._path = directory / "node.db"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._reserve = Reserve(directory)
         # One connection for reading and writing: another one's cache of pages would be empty after each change.
-        self._db = self._connect()
-        schema.migrate(self._db)
+        self._db = self._open()
+        self._reserve.fill()
         _sync_directory(directory)  # the log's name too: from now on only its content is flushed
         self._log = os.open(directory / "node.db-wal", os.O_RDWR | os.O_CLOEXEC)
         self._flusher = flusher(self._log)
@@ -88,11 +91,40 @@ class Store:
         self._jobs: dict[Future[None], tuple[Change, JobDone]] = {}  # with the helper: files to write or to remove
         self._logged = 0
         self._log_bytes = os.fstat(self._log).st_size  # as far as we made it; sqlite appends when that is used up
+        self._owed: list[Statement] = []
         self._checkpointing = False
         self._held = False  # the helper is writing
         self._broken: DsecError | None = None
         self.closed = False
         self.commits = 0  # transactions so far: how well grouping works is commits per change
+
+    def _open(self) -> sqlite3.Connection:
+        """The database, as this version reads it. Gives up the reserve rather than not to start; NodeDiskFull."""
+        while True:
+            db = None
+            try:
+                self.spool.mkdir(exist_ok=True, mode=0o700)
+                db = self._connect()
+                schema.migrate(db)
+                return db
+            except (sqlite3.Error, OSError) as error:
+                if db is not None:
+                    db.close()
+                if not is_full(error, self.directory):
+                    raise
+                if not self._reserve.spend():
+                    raise NodeDiskFull(
+                        f"the node's state in {self.directory} cannot be opened: {error}; free space on its disk"
+                    ) from error
+
+    def with_room(self, make: Callable[[], T]) -> T:
+        """What needs room on the same disk to be opened, too: the reserve is given up for it. Raises NodeDiskFull."""
+        while True:
+            try:
+                return make()
+            except NodeDiskFull:
+                if not self._reserve.spend():
+                    raise
 
     def _connect(self) -> sqlite3.Connection:
         # Each connection is used by one thread at a time; sqlite3's check would only see who opened it.
@@ -136,6 +168,15 @@ class Store:
         else:
             self._enqueue(change)
         return change.future
+
+    def owe(self, *statements: Statement) -> None:
+        """Write these before the next change, in one transaction with it: there is no room for them now."""
+        self._owed.extend(statements)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is anything of `owe` left to write."""
+        return bool(self._owed)
 
     @property
     def idle(self) -> bool:
@@ -205,17 +246,26 @@ class Store:
 
     def _try_write(self, changes: list[Change]) -> DsecError | None:
         statements = changes[0].statements
-        if len(changes) > 1:
-            statements = [statement for change in changes for statement in change.statements]
+        if len(changes) > 1 or self._owed:
+            statements = [*self._owed, *(statement for change in changes for statement in change.statements)]
+        while (error := self._attempt(statements)) is not None:
+            if not (is_full(error, self.directory) and self._reserve.spend()):
+                return _translate(error, self.directory)
+        self._owed.clear()
+        self.commits += 1
+        self._logged += len(statements)
+        if self._reserve.short and self.commits % _REFILL_EVERY == 0:
+            self._helper.submit(self._reserve.fill)
+        return None
+
+    def _attempt(self, statements: Sequence[Statement]) -> Exception | None:
         db = self._db
         try:
             self._transact(db, statements)
         except (sqlite3.Error, failpoint.Injected) as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            return _translate(error)
-        self.commits += 1
-        self._logged += len(statements)
+            return error
         return None
 
     def _transact(self, db: sqlite3.Connection, statements: Sequence[Statement]) -> None:
@@ -272,7 +322,7 @@ class Store:
             # What is in the file and on the disk may differ from now on, and the kernel reports it once. Nobody may be
             # given an answer from it: a node that starts again reads what is there.
             log.critical("the node's log could not be flushed: %s; nothing is read or written until a restart", error)
-            self._broken = _translate(error)
+            self._broken = _translate(error, self.directory)
         changes, self._flushing = self._flushing, []
         for change in changes:
             self._acknowledge(change, self._broken)
@@ -295,7 +345,7 @@ class Store:
         error = job.exception()
         if isinstance(error, OSError):
             log.error("a file could not be written", exc_info=error)
-            change.settle(_translate(error))
+            change.settle(_translate(error, self.directory))
         elif self._broken is not None:
             change.settle(self._broken)
         else:
@@ -325,6 +375,8 @@ class Store:
 
     def _copy(self, renew: bool) -> None:
         """Take the log into the database; `renew`: wholly, and begin a new one."""
+        if renew:
+            self._reserve.fill()
         try:
             db = self._connect()
             try:
@@ -345,9 +397,8 @@ def _tell(loop: asyncio.AbstractEventLoop, then: Callable[[Future[None]], None],
         log.warning("nobody waits any more for the store: the event loop is closed")
 
 
-def _translate(error: Exception) -> DsecError:
-    full = isinstance(error, OSError) and error.errno in (28, 122)
-    if full or (isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"):
+def _translate(error: Exception, directory: Path) -> DsecError:
+    if is_full(error, directory):
         return NodeDiskFull(f"the node's state could not be written: {error}; free space on the node's disk")
     if isinstance(error, failpoint.Injected):
         return Unavailable(f"the node's state could not be written: fault injected at {error}")

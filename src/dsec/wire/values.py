@@ -33,7 +33,7 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class SandboxExit(msgspec.Struct, frozen=True):
-    """How a sandbox ended. `reason`: stopped, init_died, lost."""
+    """How a sandbox ended. `reason`: stopped, init_died, disk_lost, lost."""
 
     reason: str = "lost"
     code: int | None = None

@@ -21,7 +21,10 @@ LANES = ("native", "contract", "root", "security")
 INSIDE = {
     "contract": ("tests/contract/test_container.py",),
     "root": (
-        "tests/root/test_runtime.py", "tests/root/test_runtime_limits.py", "tests/root/test_runtime_sweep.py",
+        "tests/root/runtime/test_answers.py", "tests/root/runtime/test_deaths.py", "tests/root/runtime/test_limits.py",
+        "tests/root/runtime/test_lost_disk.py", "tests/root/runtime/test_refusals.py",
+        "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
+        "tests/root/test_full_disk.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
     ),
     "security": ("tests/security/test_container.py",),

@@ -78,6 +78,7 @@ def test_results() -> None:
         (v.SandboxExit(reason="init_died", signal=9), "init_died"),
         (v.SandboxExit(reason="init_died", signal=9, oom=True), "oom"),
         (v.SandboxExit(reason="lost"), "lost"),
+        (v.SandboxExit(reason="disk_lost", signal=9), "disk_lost"),
         (v.SandboxExit(reason="from_the_future"), "lost"),
         (None, "lost"),
     ],

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,26 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "ps " in capsys.readouterr().out
     assert main(["nonsense"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("inspct x", "inspect"),
+        ("stopp x", "stop"),
+        ("run --imgae debian:12 true", "--image"),
+        ("run --imgae=debian:12 true", "--image"),
+        ("ps --josn", "--json"),
+        ("layer import dir:/x y:1 --usr x", "--user"),
+        ("up --stat-dir x", "--state-dir"),
+    ],
+)
+def test_what_is_mistyped_is_guessed(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        assert main(line.split()) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -446,7 +466,7 @@ def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeyp
             wire.item({"layer": {"digest": "sha256:" + "0" * 64}})
             wire.end()
         else:
-            wire.answer({"digest": "sha256:" + "0" * 64, "stopped": 0, "items": [], **INFO})
+            wire.answer({"digest": "sha256:" + "0" * 64, "stopped": 1, "items": [], **INFO})
 
     url = serve(script).url
     monkeypatch.setenv("DSEC_URL", "unix:///nowhere/at/all")
@@ -467,6 +487,12 @@ def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["usage"] == {"pids": 1}
     assert main(["job", "stop", "grpo-12"]) == 0
     assert capsys.readouterr().out == "stopped 3\n"
+
+
+def test_a_job_that_has_nothing_to_stop_is_a_failure(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(lambda request, wire: wire.answer({"stopped": 0}))
+    assert main(["job", "stop", "grpo-21"]) == 1
+    assert "'grpo-21'" in capsys.readouterr().err
 
 
 def test_ps_imports_little() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -309,6 +310,38 @@ def test_tcp_takes_only_a_key(serve, tmp_path):
                 assert answer.status == 200
 
     serve(scenario, guard)
+
+
+def test_who_stopped_it_is_said(serve, tmp_path):
+    keys = {"named": "# ci\n", "bare": "\n"}
+    hashes = {key: hashlib.sha256(key.encode()).hexdigest() for key in keys}
+    (tmp_path / "tokens").write_text("".join(hashes[key] + rest for key, rest in keys.items()))
+    guard, _ = auth.load_tokens(tmp_path / "tokens")
+
+    async def scenario(s: SimServer) -> None:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{s.port}") as http:
+            for key, who in (("named", "key ci"), ("bare", f"key {hashes['bare'][:8]}")):
+                ref = await create(s)
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.delete(f"/v1/sandboxes/{ref}", headers=headers) as answer:
+                    assert (await answer.json())["ended_by"] == f"stop by {who}"
+        await create(s, job="j", name="a")
+        assert await s.call("POST", "/v1/jobs/j:stop") == (200, {"stopped": 1})
+        _, info = await s.call("GET", "/v1/sandboxes/a")
+        assert info["ended_by"] == f"job stop by uid {os.geteuid()}"
+
+    serve(scenario, guard)
+
+
+def test_a_key_that_cannot_be_kept_leaves_no_file_of_tokens(tmp_path):
+    def full(key: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        auth.load_tokens(tmp_path / "tokens", full)
+    assert not list(tmp_path.iterdir())
+    kept: list[str] = []
+    assert auth.load_tokens(tmp_path / "tokens", kept.append)[1] == kept[0]
 
 
 def test_a_client_that_drips_is_cut_off(serve, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
@@ -22,6 +23,7 @@ from dsec.model.errors import (
 from dsec.model.specs import Spec
 from dsec.node.agent import Query
 from dsec.node.layers import ImportRequest
+from tests.kit.aio import until
 from tests.kit.simnode import SimNode
 
 
@@ -70,6 +72,71 @@ def test_a_full_disk_does_not_keep_a_sandbox_from_being_stopped(sim, monkeypatch
         monkeypatch.undo()
         s.check()
         assert not s.world.inventory()
+
+    sim(scenario)
+
+
+def test_a_stop_on_a_full_disk_is_done_and_told(sim, monkeypatch):
+    """What was released cannot be taken back: the answer comes from memory, and is written when there is room."""
+
+    async def scenario(s: SimNode) -> None:
+        by_id, by_name = await s.create(), await s.create(name="a", lifetime_s=100)
+        store = s.node.core.store
+        monkeypatch.setattr(store, "_attempt", lambda statements: OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(NodeDiskFull):
+            await s.node.set_labels(by_id, {"k": "v"})
+        with pytest.raises(NodeDiskFull):
+            await s.node.extend(by_name, 50)
+        assert (await s.node.get(by_id)).labels == {}
+        assert (await s.node.get(by_name)).expires_at == pytest.approx(s.clock.wall() + 100)
+        for _ in range(2):
+            assert (await s.node.stop(by_id)).state == "stopped"
+            stopped = await s.node.stop("a", "key-of-the-stop", caller="uid 7")
+            assert (stopped.id, stopped.state, stopped.ended_by) == (by_name, "stopped", "stop by uid 7")
+        assert not s.world.inventory()
+        listed = await s.node.find(Query(states={"stopped"}))
+        assert {info.id for info in listed.items} == {by_id, by_name}
+        with pytest.raises(NodeDiskFull):
+            await s.create(name="a")
+        monkeypatch.undo()
+        # The name is free at once: what is owed is written before.
+        another = await s.create(name="a")
+        assert (await s.node.stop("a", "key-of-the-stop")).id == by_name
+        await s.restart()
+        assert [(await s.node.get(id_)).state for id_ in (by_id, by_name, another)] == ["stopped", "stopped", "running"]
+        s.check()
+
+    sim(scenario)
+
+
+def test_what_is_owed_is_written_without_anybodys_call(sim, monkeypatch):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        store = s.node.core.store
+        monkeypatch.setattr(store, "_attempt", lambda statements: OSError(errno.ENOSPC, "No space left on device"))
+        await s.node.stop(id_)
+        await s.clock.advance(20)
+        assert store.owes
+        monkeypatch.undo()
+        await s.clock.advance(20)
+        assert not store.owes
+        s.check()
+
+    sim(scenario)
+
+
+def test_a_killed_run_is_not_listed_any_more(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        for _ in range(20):
+            running = asyncio.ensure_future(s.run(id_, ["sleep", "1000"]))
+            box = s.node.core.boxes[id_]
+            await until(lambda box=box: any(flight.launched for flight in box.flights.values()))
+            (process,) = await s.node.processes(id_)
+            await s.node.kill(id_, process.id)
+            assert await s.node.processes(id_) == []
+            assert (await running).cause == "killed"
+        s.check()
 
     sim(scenario)
 

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use dsec_launch::LaunchError;
 use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
 
@@ -80,17 +81,18 @@ impl Server {
         }
         match self.disk_in_question(index, &ending) {
             Some(place) => self.look_at_disk(index, place, ending, reap),
-            None => self.conclude(index, ending, reap, false),
+            None => self.conclude(index, ending, reap, Disk::Fine),
         }
     }
 
-    /// Only what was written to can have been found full. Not while the sandbox ends: its release waits
-    /// for this process to be reaped.
+    /// Only what was written to can have been found full; only what failed can have been refused by a disk that
+    /// is lost. Not while the sandbox ends: its release waits for this process to be reaped.
     fn disk_in_question(&self, index: u64, ending: &Fallen) -> Option<Arc<dyn Place>> {
         let run = self.runs.get(&index)?;
         let s = self.sandboxes.get(&run.sandbox)?;
         let place = s.place.as_ref().filter(|_| s.phase == Phase::Running)?;
-        (ending.out_blocks > 0 || !place.counts_writes()).then(|| Arc::clone(place))
+        let asked = ending.code != Some(0) || wrote(ending, &**place);
+        asked.then(|| Arc::clone(place))
     }
 
     /// On a launching thread: those wait for nothing that waits for this.
@@ -104,21 +106,26 @@ impl Server {
         }
         self.watch_output(index);
         self.launchers.run(move || {
-            let full = place.disk_full();
+            let disk = disk_of(&*place, wrote(&ending, &*place));
             Box::new(move |server: &mut Server| {
-                if let Err(e) = &full {
+                if let Err(e) = &disk {
                     info!("run.disk", run = index, error = e);
                 }
                 if let Some(run) = server.runs.get_mut(&index) {
                     run.ending = false;
                 }
-                server.conclude(index, ending, reap, full.unwrap_or(false));
+                let sandbox = server.runs.get(&index).map(|run| run.sandbox);
+                let disk = disk.unwrap_or(Disk::Fine);
+                server.conclude(index, ending, reap, disk);
+                if let (Some(sandbox), Disk::Lost) = (sandbox, disk) {
+                    server.disk_lost(sandbox);
+                }
             })
         });
     }
 
     /// Everything that is left to do.
-    fn conclude(&mut self, index: u64, ending: Fallen, reap: bool, disk_full: bool) {
+    fn conclude(&mut self, index: u64, ending: Fallen, reap: bool, disk: Disk) {
         self.end_input(index);
         let gone = self.ended_by_sandbox(index, &ending);
         let Some(run) = self.runs.get_mut(&index) else {
@@ -127,8 +134,9 @@ impl Server {
         let used = run.leaf.as_ref().and_then(|l| l.usage().ok());
         let left = run.leaf.as_ref().and_then(|l| l.count().ok());
         let mut outcome = run.outcome(&ending, used, left.unwrap_or(0));
-        outcome.gone = gone;
-        if disk_full {
+        // What a program says whose disk was taken from it is not its own.
+        outcome.gone = gone || disk == Disk::Lost;
+        if disk == Disk::Full {
             outcome.limits_hit.push("disk".to_owned());
         }
         run.spent = used.filter(|_| left == Some(0));
@@ -293,6 +301,29 @@ impl Server {
         }
         self.watch_output(index);
     }
+}
+
+/// What a run that has ended found its writable part to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Disk {
+    Fine,
+    Full,
+    Lost,
+}
+
+fn wrote(ending: &Fallen, place: &dyn Place) -> bool {
+    ending.out_blocks > 0 || !place.counts_writes()
+}
+
+fn disk_of(place: &dyn Place, wrote: bool) -> Result<Disk, LaunchError> {
+    if place.disk_lost()? {
+        return Ok(Disk::Lost);
+    }
+    Ok(if wrote && place.disk_full()? {
+        Disk::Full
+    } else {
+        Disk::Fine
+    })
 }
 
 /// Why it ended. What was noted before a kill counts only if the kill is what ended it.

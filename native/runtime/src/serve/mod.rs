@@ -1,6 +1,7 @@
 //! The runtime: one thread owns all state and waits in epoll; what may block goes to worker threads.
 
 mod client;
+mod disks;
 mod ending;
 mod killing;
 mod launching;
@@ -120,6 +121,8 @@ enum Timer {
     /// Job number, see `ops::Deadlines`.
     Deadline(u64),
     Accept,
+    /// The disk below the sandboxes is to be looked at.
+    Disks,
 }
 
 struct Server {
@@ -212,6 +215,7 @@ pub fn run(options: Options) -> io::Result<()> {
     server.watch(server.link.fd(), Token::Keeper, EventFlags::IN)?;
     server.watch(server.results.fd(), Token::Finished, EventFlags::IN)?;
     server.watch(server.listen.as_fd(), Token::Listen, EventFlags::IN)?;
+    server.look_at_disks_later();
     server.link.say(&ToKeeper::Ready)?;
     info!(
         "runtime.ready",
@@ -339,6 +343,7 @@ impl Server {
                 Timer::Grace(i) => self.grace_over(i),
                 Timer::Hold(i) => self.hold_over(i),
                 Timer::Deadline(job) => self.deadline_passed(job),
+                Timer::Disks => self.look_at_disks(),
                 Timer::Accept => {
                     let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);
                 }

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -104,10 +103,11 @@ def _start(binary: Path, place: Place) -> tuple[int, str]:
     """Run it until it has forked itself away; its exit code and what it said until then.
 
     Into a file, not a pipe: the keeper keeps its standard error for as long as it lives, so the end of a pipe would
-    never come. By `subprocess` in a thread, which closes every other descriptor of the agent in the child.
+    never come. One in memory: the disk may be full. By `subprocess` in a thread, which closes every other descriptor of
+    the agent in the child.
     """
     options = ("--run-dir", place.run_dir, "--state-dir", place.state_dir, "--cgroup", place.cgroup)
-    with tempfile.TemporaryFile() as said:
+    with os.fdopen(os.memfd_create("said"), "w+b") as said:
         try:
             done = subprocess.run(
                 [binary, "keeper", *options],

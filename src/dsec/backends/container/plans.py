@@ -107,12 +107,14 @@ def ending(status: v.SandboxStatus) -> Exit:
     exit_ = status.exit
     if exit_ is None:
         return Exit(reason="lost", detail="the runtime has no record of how it ended")
-    reasons: dict[str, EndReason] = {"stopped": "stopped", "init_died": "init_died"}
+    reasons: dict[str, EndReason] = {"stopped": "stopped", "init_died": "init_died", "disk_lost": "disk_lost"}
     reason = reasons.get(exit_.reason, "lost")
     if reason == "init_died" and exit_.oom:
         reason = "oom"
     how = ""
-    if reason != "stopped":
+    if reason == "disk_lost":
+        how = "the disk below its writable part failed or was full"
+    elif reason != "stopped":
         how = f"its init was killed by signal {exit_.signal}" if exit_.signal else f"its init exited with {exit_.code}"
     return Exit(reason=reason, detail=how)
 

@@ -133,6 +133,10 @@ def job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def job_command(args: argparse.Namespace) -> int:
-    """Stop all sandboxes of a job."""
-    print(f"stopped {client(args).job(args.job).stop()}")
+    """Stop all sandboxes of a job; 1 when it has none."""
+    stopped = client(args).job(args.job).stop()
+    if not stopped:
+        note(f"dsec: no sandbox of a job {args.job!r} is alive (`dsec ps` lists what is, with its JOB)")
+        return 1
+    print(f"stopped {stopped}")
     return 0

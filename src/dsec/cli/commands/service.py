@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import select
@@ -27,6 +28,9 @@ LOG_NAME: Final = "agent.log"
 UP_TIMEOUT_S: Final = 60.0
 DOWN_TIMEOUT_S: Final = 30.0
 LOG_LINES_SHOWN: Final = 8
+WORDS_MAX_BYTES: Final = 1 << 20
+# The agent's: its standard error is a file of its own until it is up, and the log is its standard output.
+WORDS_APART_ENV: Final = "DSEC_WORDS_APART"
 _POLL_S: Final = 0.05
 # What the extra `dsec[node]` brings; the agent imports them all.
 NODE_MODULES: Final = ("uvicorn", "uvloop", "httptools", "starlette")
@@ -81,9 +85,9 @@ def up_command(args: argparse.Namespace) -> int:
     line += ["--cgroup", args.cgroup] if args.cgroup else []
     if args.foreground:
         os.execv(sys.executable, line)
-    process, log, start = _start(line, state_dir)
-    node = _await(process, log, start, run_dir, args.timeout_s)
-    print(f"node {node} is up (pid {process.pid}): {run_dir}/api.sock; log: {log}")
+    starting = _Starting(line, state_dir)
+    node = _await(starting, run_dir, args.timeout_s)
+    print(f"node {node} is up (pid {starting.process.pid}): {run_dir}/api.sock; log: {starting.log}")
     if any(word.partition("=")[0] == "--listen" for word in extra):
         print(
             f"TCP asks for a key (DSEC_API_KEY): {state_dir}/api-key has the one made at the first start with --listen"
@@ -137,30 +141,59 @@ def _require_node() -> None:
         raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: pip install 'dsec[node]'")
 
 
-def _start(line: list[str], state_dir: Path) -> tuple[subprocess.Popen[bytes], Path, int]:
-    """The agent as a daemon: a session of its own, its words in a log. With the length of the log before it."""
-    log = state_dir / LOG_NAME
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        # Private: the log names commands and paths of sandboxes.
-        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise NotStarted(f"cannot write {log}: {error}; run as root, or give --run-dir and --state-dir") from error
-    with os.fdopen(fd, "ab") as opened:
-        start = opened.seek(0, os.SEEK_END)
-        # In our directory, which relative paths among the options mean; it goes to / once it has read them.
-        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, start_new_session=True)
-        return process, log, start
+class _Starting:
+    """An agent on its way up: a session of its own, its log, and what it says until it is up.
+
+    That goes into a file in memory: an agent that cannot start since the disk is full cannot write why into a log.
+    """
+
+    def __init__(self, line: list[str], state_dir: Path) -> None:
+        self.log = state_dir / LOG_NAME
+        log = self._open_log()
+        self._said = os.memfd_create("said", os.MFD_CLOEXEC)
+        try:
+            # In our directory, which relative paths among the options mean; it goes to / once it has read them.
+            self.process = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=self._said,
+                start_new_session=True,
+                env={**os.environ, WORDS_APART_ENV: "1"},
+            )
+        finally:
+            os.close(log)
+
+    def _open_log(self) -> int:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            # Private: the log names commands and paths of sandboxes.
+            return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and self.log.parent.is_dir():
+                note(f"dsec: no log is written: {self.log}: {error.strerror}")
+                return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            advice = "run as root, or give --run-dir and --state-dir"
+            raise NotStarted(f"cannot write {self.log}: {error}; {advice}") from error
+
+    def failed(self, how: str) -> NotStarted:
+        """The error with its last words, which go into the log, too."""
+        said = os.pread(self._said, WORDS_MAX_BYTES, 0)
+        with suppress(OSError), self.log.open("ab") as log:
+            log.write(said)
+        lines = said.decode("utf-8", "replace").strip().splitlines()
+        words = "\n".join(lines[-LOG_LINES_SHOWN:]) or "(nothing)"
+        return NotStarted(f"the node agent {how}; its last words (log: {self.log}):\n{words}")
 
 
-def _await(process: subprocess.Popen[bytes], log: Path, start: int, run_dir: Path, timeout_s: float) -> str:
+def _await(starting: _Starting, run_dir: Path, timeout_s: float) -> str:
     from dsec.sdk._sync.client import Client
 
     client = Client(f"unix://{run_dir}/api.sock")
     end = time.monotonic() + timeout_s
     while True:
         # First the process, then the question: an agent that answers is up, whatever happens next.
-        code = process.poll()
+        code = starting.process.poll()
         try:
             return client.node().node
         except Rejected as error:
@@ -168,11 +201,10 @@ def _await(process: subprocess.Popen[bytes], log: Path, start: int, run_dir: Pat
         except NodeUnreachable:
             pass
         if code is not None:
-            raise NotStarted(f"the node agent ended with code {code}; the end of {log}:\n{_last_words(log, start)}")
+            raise starting.failed(f"ended with code {code}")
         if time.monotonic() > end:
-            _end(process)
-            words = _last_words(log, start)
-            raise NotStarted(f"the node agent did not answer within {timeout_s:g} s; the end of {log}:\n{words}")
+            _end(starting.process)
+            raise starting.failed(f"did not answer within {timeout_s:g} s")
         time.sleep(_POLL_S)
 
 
@@ -183,13 +215,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
     process.kill()
     process.wait()
-
-
-def _last_words(log: Path, start: int) -> str:
-    with log.open("rb") as opened:
-        opened.seek(start)
-        lines = opened.read().decode("utf-8", "replace").strip().splitlines()
-    return "\n".join(lines[-LOG_LINES_SHOWN:]) or "(nothing)"
 
 
 def down_hint(words: list[str]) -> str:
@@ -234,9 +259,9 @@ def _agent_for_what_lives(args: argparse.Namespace, run_dir: Path) -> int | None
     state_dir = Path(options.get("--state-dir", _state_dir(args)))
     cgroup = ["--cgroup", options["--cgroup"]] if "--cgroup" in options else []
     places = ["--run-dir", str(run_dir), "--state-dir", str(state_dir), *cgroup]
-    process, log, start = _start([sys.executable, "-m", "dsec.node", *places], state_dir)
-    _await(process, log, start, run_dir, args.timeout_s)
-    return process.pid
+    starting = _Starting([sys.executable, "-m", "dsec.node", *places], state_dir)
+    _await(starting, run_dir, args.timeout_s)
+    return starting.process.pid
 
 
 def _stop_all(run_dir: Path) -> None:

@@ -48,7 +48,7 @@ class App:
             return
         route = entry.route
         if not route.open:
-            self._guard.check(exchange.headers)
+            exchange.caller = self._guard.check(exchange.headers, exchange.peer)
         if route.keyed and exchange.key is not None:
             ids.check_key(exchange.key)
         exchange.params = [codec.path_segment(segment) for segment in params]

@@ -9,13 +9,16 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
 from dsec.model.errors import Unauthenticated
+from dsec.node.store import write_whole
 
 KEY_BYTES: Final = 32
+NAME_MAX: Final = 64
+SHOWN_DIGITS: Final = 8  # of the hash of a key without a name
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
 _ucred = struct.Struct("3i")
 
@@ -23,53 +26,61 @@ _ucred = struct.Struct("3i")
 class Guard(Protocol):
     """Decides about one request by its headers."""
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises Unauthenticated."""
+    def check(self, headers: Mapping[bytes, bytes], peer: str) -> str:
+        """Who asks, in a word or two; `peer` is the other end of the connection. Raises Unauthenticated."""
         ...
 
 
 class PeerGuard:
     """A listener whose connections were checked when they were made (`peer_allowed`)."""
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        pass
+    def check(self, headers: Mapping[bytes, bytes], peer: str) -> str:
+        return peer
 
 
-def peer_allowed(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is root's or our own user's."""
+def peer_uid(sock: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket."""
     _, uid, _ = _ucred.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size))
+    return int(uid)
+
+
+def peer_allowed(uid: int) -> bool:
+    """Whether that is root or our own user."""
     return uid in (0, os.geteuid())
 
 
 class TokenGuard:
     """Bearer tokens. Only their hashes are on the disk: a key of 32 random bytes needs no slow hash."""
 
-    def __init__(self, hashes: list[str]) -> None:
-        self._hashes = [value.encode() for value in hashes]
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """`names`: of each hash, to say who it was; it may be empty."""
+        self._hashes = [value.encode() for value in names]
+        self._names = list(names.values())
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
+    def check(self, headers: Mapping[bytes, bytes], peer: str) -> str:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = hashlib.sha256(token.strip()).hexdigest().encode()
         # Every hash is compared, in constant time, whichever matches.
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         if scheme.lower() != b"bearer" or not any(matches):
             raise Unauthenticated("no valid key: send `Authorization: Bearer KEY` (the SDK takes DSEC_API_KEY)")
+        at = matches.index(True)
+        return f"key {self._names[at] or self._hashes[at].decode()[:SHOWN_DIGITS]}"
 
 
-def load_tokens(path: Path) -> tuple[TokenGuard, str | None]:
-    """The tokens of a file of sha256 hashes, one a line. A missing file is made with one new key, which is returned."""
+def load_tokens(path: Path, keep: Callable[[str], None] = lambda key: None) -> tuple[TokenGuard, str | None]:
+    """The tokens of a file of sha256 hashes, one a line, each with a name behind a `#` if one likes.
+
+    A missing file is made with one new key, which is returned, and given to `keep` before: only its hash is here.
+    """
     made: str | None = None
     if not path.exists():
         made = secrets.token_urlsafe(KEY_BYTES)
-        line = f"{hashlib.sha256(made.encode()).hexdigest()}\n"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as opened:
-            opened.write(line)
-            opened.flush()
-            os.fsync(opened.fileno())
-    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-    hashes = [line for line in lines if line]
-    for value in hashes:
+        keep(made)
+        write_whole(path, f"{hashlib.sha256(made.encode()).hexdigest()}\n".encode())
+    lines = [line.partition("#") for line in path.read_text().splitlines()]
+    names = {value.strip(): name.strip()[:NAME_MAX] for value, _, name in lines if value.strip()}
+    for value in names:
         if not _HASH.match(value):
             raise ValueError(f"{path}: a line is not a sha256 hash (64 hex digits)")
-    return TokenGuard(hashes), made
+    return TokenGuard(names), made

@@ -35,9 +35,11 @@ class Exchange:
         "_receive",
         "_send",
         "_sending",
+        "caller",
         "fields",
         "headers",
         "params",
+        "peer",
         "query",
         "request_id",
         "sent_at",
@@ -51,6 +53,8 @@ class Exchange:
         self.request_id = f"{_PREFIX}{next(_counter)}"
         self.headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.query: bytes = scope["query_string"]
+        self.peer = str(scope["client"][0]) if scope.get("client") else ""
+        self.caller = ""  # who asks, once that is checked
         self.params: list[str] = []
         self.fields: dict[str, list[str]] = {}
         self.started = False

@@ -197,7 +197,8 @@ async def get(node: Node, ex: Exchange, _: None) -> None:
 
 
 async def stop(node: Node, ex: Exchange, _: None) -> None:
-    await ex.reply(200, await node.stop(ex.params[0], ex.key, grace_s=number(ex.fields, "grace_s", 0.0, float)))
+    grace_s = number(ex.fields, "grace_s", 0.0, float)
+    await ex.reply(200, await node.stop(ex.params[0], ex.key, grace_s=grace_s, caller=ex.caller))
 
 
 async def run(node: Node, ex: Exchange, spec: RunSpec) -> None:
@@ -268,7 +269,7 @@ async def import_layer(node: Node, ex: Exchange, request: ImportRequest) -> None
 
 
 async def stop_job(node: Node, ex: Exchange, _: None) -> None:
-    await ex.reply(200, Stopped(stopped=await node.stop_job(ex.params[0])))
+    await ex.reply(200, Stopped(stopped=await node.stop_job(ex.params[0], ex.caller)))
 
 
 async def document(node: Node, ex: Exchange, _: None) -> None:

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from dsec.model.limits import KIB
 from dsec.node.http.app import App
-from dsec.node.http.auth import peer_allowed
+from dsec.node.http.auth import peer_allowed, peer_uid
 
 # llhttp takes headers without end; a request of ours has some hundred bytes of them.
 HEAD_MAX_BYTES: Final = 32 * KIB
@@ -81,11 +81,17 @@ class NodeProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        full = len(self.connections) > CONNECTIONS_MAX
-        if full or (self.peer_check and not peer_allowed(transport.get_extra_info("socket"))):
+        if len(self.connections) > CONNECTIONS_MAX or not self._peer_allowed(transport):
             transport.abort()
         else:
             self._begun_at = self.loop.time()  # whoever connects and says nothing is cut off as well
+
+    def _peer_allowed(self, transport: asyncio.Transport) -> bool:
+        if not self.peer_check:
+            return True
+        uid = peer_uid(transport.get_extra_info("socket"))
+        self.client = (f"uid {uid}", 0)  # as every request's `client` has it
+        return peer_allowed(uid)
 
     def data_received(self, data: bytes) -> None:
         if self._begun_at is None:

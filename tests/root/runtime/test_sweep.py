@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.kit.rtnode import BINARY, create, make_node, needs, sh
 from tests.kit.runtime import marks
-from tests.root.test_runtime import BINARY, create, make_node, sh
-from tests.root.test_runtime import pytestmark as needs
 
 pytestmark = needs
 
@@ -45,7 +44,7 @@ def leftovers(node: Node) -> list[str]:
     return [str(p) for p in found if not p.name.startswith(SPARE)] + marks(node.run_dir)
 
 
-#: In a guest these have a test of their own, of the same death, in test_runtime.py; spare groups only v1 has.
+#: In a guest these have a test of their own, of the same death, in test_deaths.py; spare groups only v1 has.
 ELSEWHERE = ("run.marked", "run.cloned", "run.put_pid", "run.ended", "run.reaped", "spare.")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,9 @@ import pytest
 from dsec.linux import proc
 from tests.kit.lanes import kernel_lacks
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
-from tests.root.test_runtime import BINARY, create, frozen_file, make_node, sh
-from tests.root.test_runtime import pytestmark as needs
+from tests.kit.rtnode import BINARY, create, frozen_file, make_node, needs, sh
 
 pytestmark = needs
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    node = make_node()
-    yield node
-    node.stop()
-
-
-@pytest.fixture
-def box(node: Node) -> Iterator[tuple[Client, str]]:
-    with node.client() as c:
-        create(c, "a")
-        yield c, "a"
 
 
 # Limits
@@ -126,11 +111,35 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
         assert (r["exit_code"], r["leftover"]) == (0, 0)
 
 
+# What is seen inside
+
+
+def test_nothing_of_the_hosts_cgroups_is_seen_of_a_run_that_enters(node: Node) -> None:
+    """It is seen inside from its clone on, before it has joined its groups; frozen, it stays there."""
+    with node.client() as c:
+        init = create(c, "a")["init_pid"]
+        frozen = frozen_file(node, "a")
+        frozen.write_text("1")
+        number = c.send("run.start", run_plan("a", "r", ["true"], memory_cgroup=True))
+        deadline = time.monotonic() + 20
+        while not (pids := [p for f in frozen.parent.glob("run-*/cgroup.procs") for p in f.read_text().split()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        look = ["nsenter", f"--target={init}", "--cgroup", "cat", f"/proc/{pids[0]}/cgroup"]
+        seen = subprocess.run(look, check=True, capture_output=True, text=True).stdout
+        frozen.write_text("0")
+        assert c.wait(number, [])["exit_code"] == 0
+    # Its own group is beside its init's, which is where its namespace begins on v2.
+    ours = [line for line in seen.split() if line.split(":")[1] in ("", "memory", "cpu", "pids")]
+    named = [part for line in ours for part in line.rpartition(":")[2].split("/") if part not in ("", "..")]
+    assert [name for name in named if not name.startswith("run-")] == [], seen
+
+
 # Results that are kept
 
 
 @pytest.mark.parametrize("ended", ["timeout", "killed"])
-def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Client, str], ended: str) -> None:
+def test_a_killed_run_does_not_take_the_next_with_it(shared: Node, box: tuple[Client, str], ended: str) -> None:
     """Whatever is cloned into a cgroup that was killed once is killed too."""
     c, s = box
     for i in range(4):
@@ -139,7 +148,7 @@ def test_a_killed_run_does_not_take_the_next_with_it(node: Node, box: tuple[Clie
         while c.recv().get("ev") != "started":
             pass
         if ended == "killed":
-            with node.client() as other:
+            with shared.client() as other:
                 other.call("run.kill", sandbox=s, run=f"r{i}", signal=0, cause="killed")
         assert c.wait(number)["cause"] == ended
         r = c.call("run.start", **run_plan(s, f"n{i}", ["true"], memory_cgroup=True))
