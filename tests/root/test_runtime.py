@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.lanes import fewer, in_guest, runtime_binary
+from tests.kit.lanes import fewer, in_guest, kernel_lacks, runtime_binary
 from tests.kit.rtclient import Client, Node, RuntimeFault, busybox_image, run_plan, sandbox_plan
 
 BINARY = runtime_binary()
@@ -734,7 +734,7 @@ def test_a_btrfs_that_became_read_only_holds_up_nobody(node: Node) -> None:
     image = str(node.state_dir / "upper.btrfs")
     with node.client() as c:
         if "btrfs" not in c.call("probe")["upper"]:
-            pytest.skip("no btrfs with simple quotas here")
+            kernel_lacks("upper.btrfs", "btrfs with simple quotas came with 6.7")
         for name in ("a", "b"):
             create(c, name, upper=btrfs)
         files = Path("/sys/block").glob("loop*/loop/backing_file")
