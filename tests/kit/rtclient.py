@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -209,8 +210,10 @@ class Node:
     def kill_keeper(self) -> None:
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}").exists() and "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text():
-            time.sleep(0.01)
+        # Gone at any moment, also between opening the file and reading it.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while "(dsec-runtime) Z" not in Path(f"/proc/{pid}/stat").read_text():
+                time.sleep(0.01)
 
     def log(self) -> str:
         return (self.run_dir / "runtime.log").read_text(errors="replace")

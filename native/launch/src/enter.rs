@@ -168,6 +168,10 @@ enum Never {}
 
 fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> {
     let (plan, policy) = (entry.plan, entry.policy);
+    // First of all: in every second run it is a move to another CPU, which starts with cold caches there.
+    if !policy.cpus.is_empty() {
+        process::set_affinity(&policy.cpus).step("enter.affinity")?;
+    }
     join(entry)?;
     failpoint::at("enter.joined")?;
     let all = process::NEW_USER
@@ -247,9 +251,6 @@ fn limit(plan: &RunPlan, policy: &RunPolicy) -> Result<()> {
     let (_, hard) = process::get_limit(process::LIMIT_NOFILE).step("enter.nofile")?;
     process::set_limit(process::LIMIT_NOFILE, policy.nofile.min(hard)).step("enter.nofile")?;
     process::set_limit(process::LIMIT_CORE, 0).step("enter.core")?;
-    if !policy.cpus.is_empty() {
-        process::set_affinity(&policy.cpus).step("enter.affinity")?;
-    }
     if plan.nice != 0 {
         process::set_nice(plan.nice).step("enter.nice")?;
     }

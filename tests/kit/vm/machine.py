@@ -20,6 +20,8 @@ from tests.kit.vm.image import Image
 # A boot under software emulation takes 10 to 20 s on a quiet machine; this one may share two cores.
 BOOT_TIMEOUT_S = {"tcg": 240.0, "kvm": 30.0}
 RESTORE_TIMEOUT_S = 60.0
+# Seconds on a quiet machine; on a busy one the emulated disk is what waits longest.
+COPY_TIMEOUT_S = 600.0
 SNAPSHOT_FORMAT = "2"
 # Read and run once before the snapshot, so that a restored guest has them in its page cache.
 WARM = (
@@ -72,7 +74,7 @@ class Guest:
         self._must("[ ! -d /srv/dsec/cache ] || cp -r /srv/dsec/cache /var/cache/dsec")
 
     def _must(self, command: str) -> None:
-        done = self.run(command)
+        done = self.run(command, timeout_s=COPY_TIMEOUT_S)
         if not done.ok:
             raise GuestError(f"{command}: {done.tail}")
 

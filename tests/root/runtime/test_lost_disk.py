@@ -11,6 +11,7 @@ import pytest
 from dsec.backends.base import LayerMount
 from tests.kit import rootfs
 from tests.kit.disk import MIB, Disk, small_disk
+from tests.kit.lanes import kernel_lacks
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
 from tests.kit.rtnode import BINARY, needs
 
@@ -54,6 +55,8 @@ def create(c: Client, name: str, kind: str) -> None:
 
 def has(c: Client, kind: str) -> None:
     if kind not in c.call("probe")["upper"]:
+        if kind == "btrfs":
+            kernel_lacks("upper.btrfs", "btrfs with simple quotas came with 6.7")
         pytest.skip(f"no {kind} for writable parts here")
 
 
