@@ -128,8 +128,8 @@ def _cgroups(scope: Scope) -> Iterator[str]:
     for hierarchy in hierarchies:
         for name in scope.cgroups:
             for directory, _, _ in os.walk(hierarchy / name):
-                # Groups of ended sandboxes that wait for the next one are a bounded number.
-                if "/.spare-" not in directory:
+                # Groups of ended sandboxes that wait for the next one, and those of launchers, are a bounded number.
+                if "/.spare-" not in directory and "/.launcher-" not in directory:
                     yield directory
 
 

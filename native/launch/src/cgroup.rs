@@ -30,6 +30,11 @@ const CPU_PERIOD_US: u64 = 100_000;
 /// Longest interval between two attempts to remove a group whose processes are dying.
 const RETRY_MAX: Duration = Duration::from_millis(20);
 
+/// Where launchers are in v2, and how long they may take to leave it.
+const LAUNCHER: &str = ".launcher-";
+const LAUNCHERS_MAX: usize = 64;
+const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
+
 pub(crate) const PAYLOAD: &str = "payload";
 /// The memory group of a sandbox's first run, which may have served another sandbox.
 const FIRST_RUN: &str = "run-1";
@@ -191,14 +196,60 @@ impl Cgroups {
         for hierarchy in &self.0.v1 {
             ids.extend(children(&hierarchy.base).step("cgroup.list")?);
         }
+        ids.retain(|id| !id.starts_with(LAUNCHER));
         ids.sort();
         ids.dedup();
         Ok(ids)
     }
 
+    /// Moves a launcher, which is the caller, to a v2 group of its own, new. The kernel (6.18) kills at its birth
+    /// what is cloned into a group that was killed more often, or less often, than the group of who clones: so it
+    /// must not stay where whoever started the node has put it, nor where an earlier launcher was.
+    pub(crate) fn house_launcher(&self) -> Result<()> {
+        self.sweep_launchers();
+        for number in 0..LAUNCHERS_MAX {
+            let at = self.0.v2.join(format!("{LAUNCHER}{number}"));
+            if fs::create_dir(&at).is_err() {
+                continue;
+            }
+            match write(&at.join("cgroup.procs"), "0") {
+                // Another one that starts has found it empty and taken it away.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => {
+                }
+                other => return other.step("launcher.cgroup"),
+            }
+        }
+        Err(LaunchError::new(
+            Code::Internal,
+            "no group is left for a launcher",
+        ))
+    }
+
+    /// Removes the groups of launchers that have ended. `false`: one is left.
+    fn sweep_launchers(&self) -> bool {
+        let mut names = children(&self.0.v2).unwrap_or_default();
+        names.retain(|name| name.starts_with(LAUNCHER));
+        let gone = |name: &String| fs::remove_dir(self.0.v2.join(name)).is_ok();
+        names.iter().filter(|name| !gone(name)).count() == 0
+    }
+
+    fn end_launchers(&self) {
+        let end = Instant::now() + LEAVE_DEADLINE;
+        for name in children(&self.0.v2).unwrap_or_default() {
+            if name.starts_with(LAUNCHER) {
+                // One that has ended by now is as good.
+                let _ = kill_tree(&self.0.v2.join(name));
+            }
+        }
+        while !self.sweep_launchers() && Instant::now() < end {
+            thread::sleep(RETRY_MAX);
+        }
+    }
+
     /// Removes `CG` itself where it is empty; for tests and for a node that ends for good.
     pub fn remove_base(&self) {
         self.0.spares.clear(&self.0.v1_bases());
+        self.end_launchers();
         for hierarchy in &self.0.v1 {
             leave(&hierarchy.base);
         }

@@ -158,7 +158,9 @@ fn start() -> Result<Server> {
     let pinned = open(&run_dir.join("ns/mnt"))?;
     let own_net = alone_in_a_network()?;
     let own_pid = open(Path::new("/proc/self/ns/pid"))?;
-    let cgroups = CgroupDirs::open(&Cgroups::open(&cgroup)?)?;
+    let node = Cgroups::open(&cgroup)?;
+    node.house_launcher()?;
+    let cgroups = CgroupDirs::open(&node)?;
     cgroups.join()?;
     // Refused without CAP_SYS_RESOURCE: then runs put themselves above instead.
     let lowered = init::write_proc("/proc/self/oom_score_adj", OOM_SCORE).is_ok();

@@ -115,6 +115,31 @@ def _checked_run(node: Node, run: str, sizes: list[int], code: int, *, streaming
             assert bytes(got[s]) == want[s]
 
 
+def test_a_node_that_is_started_where_everything_was_killed_once() -> None:
+    """By systemd-oomd, say, or a job manager that uses its group again. The kernel compares counts of kills."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    (v2, *_) = [line.split()[4] for line in mounts if " - cgroup2 " in line]
+    own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))[3:]
+    group, back = Path(v2) / f"dsec-t-killed-{os.getpid()}", Path(v2 + own) / "cgroup.procs"
+    group.mkdir()
+    try:
+        (group / "cgroup.kill").write_text("1")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        node = make_node()
+        try:
+            with node.client() as c:
+                create(c, "a")
+                assert c.call("run.start", **run_plan("a", "r", ["true"]))["exit_code"] == 0
+                node.kill_runtime()
+            with node.client() as c:
+                create(c, "b")
+        finally:
+            node.stop()
+    finally:
+        back.write_text(str(os.getpid()))
+        group.rmdir()
+
+
 @pytest.mark.parametrize(
     "point", ["run.marked", "run.cloned", "run.put_pid", "run.ended", "run.put_outcome", "run.reaped"]
 )

@@ -18,7 +18,8 @@ pytestmark = needs
 
 #: A sandbox or a run may fail this often before the failpoint is switched off.
 TRIES = 3
-SPARE = ".spare-"
+# Groups that serve the node and no sandbox.
+OURS = (".spare-", ".launcher-")
 
 
 def failpoints() -> list[str]:
@@ -40,8 +41,7 @@ def leftovers(node: Node) -> list[str]:
     """Cgroups of sandboxes, and marks of runs, that are still there."""
     found = [p for p in Path("/sys/fs/cgroup").glob(f"*/{node.cgroup}/*/") if p.is_dir()]
     found += [p for p in Path("/sys/fs/cgroup").glob(f"{node.cgroup}/*/") if p.is_dir()]
-    # Groups of ended sandboxes may wait for the next one.
-    return [str(p) for p in found if not p.name.startswith(SPARE)] + marks(node.run_dir)
+    return [str(p) for p in found if not p.name.startswith(OURS)] + marks(node.run_dir)
 
 
 #: In a guest these have a test of their own, of the same death, in test_deaths.py; spare groups only v1 has.
