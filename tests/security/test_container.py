@@ -86,6 +86,16 @@ def test_raw_and_packet_sockets_are_refused(sbx: dsec.Sandbox) -> None:
     assert set(python(sbx, code).split()) <= {"EPERM", "EACCES"}
 
 
+def test_the_hosts_device_messages_are_not_heard(sbx: dsec.Sandbox) -> None:
+    code = """
+    import errno, socket
+    for protocol in (0, 15):
+        try: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol); print("ok")
+        except OSError as e: print(errno.errorcode[e.errno])
+    """
+    assert python(sbx, code).split() == ["ok", "EPROTONOSUPPORT"]
+
+
 def test_capabilities_are_dockers_without_net_raw(sbx: dsec.Sandbox) -> None:
     status = python(sbx, "print(open('/proc/self/status').read())")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
