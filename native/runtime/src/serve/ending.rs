@@ -30,7 +30,7 @@ impl Server {
         let Some(pidfd) = &run.pidfd else { return };
         let ending = match wait_child(Who::PidFd(pidfd.as_fd()), false) {
             Ok(Some(e)) => e,
-            Ok(None) => return,
+            Ok(None) => return self.held_by_tracer(index),
             Err(e) => {
                 // Someone else reaped it: that is a fault of ours, and is said as such.
                 warning!("run.wait", run = run.key(), error = e);
