@@ -234,7 +234,8 @@ impl Server {
         }
         match leaf.events() {
             Ok(events) => {
-                let flags = EventFlags::PRI;
+                // Once for each change: the file says so for as long as it is not read, from its opening on.
+                let flags = EventFlags::PRI | EventFlags::ET;
                 let watched = self.watch(events.as_fd(), Token::Emptied(index), flags);
                 if watched.is_ok() {
                     if let Some(run) = self.runs.get_mut(&index) {
