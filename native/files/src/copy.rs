@@ -162,7 +162,7 @@ impl Copy<'_> {
             len: size,
         }];
         let pieces = pieces_of(&file, &stat).map_err(&fail)?.unwrap_or(whole);
-        let sink = self.into.file(target, self.set.proc_fd()).map_err(&fail)?;
+        let sink = self.into.file(target, self.set.temps()).map_err(&fail)?;
         for piece in pieces {
             seek(sink.file(), SeekFrom::Start(piece.offset)).map_err(&fail)?;
             let mut done = 0;

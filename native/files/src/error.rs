@@ -62,6 +62,13 @@ pub(crate) struct Detail {
     pub partial: bool,
 }
 
+/// What of a path an answer holds: it must fit a frame, and the kernel takes paths of 4,095 bytes.
+const DETAIL_MAX: usize = 64 << 10;
+
+fn held(path: &[u8]) -> Option<ByteBuf> {
+    Some(ByteBuf::from(&path[..path.len().min(DETAIL_MAX)]))
+}
+
 /// A path for people: escaped, shortened.
 pub(crate) fn shown(path: &[u8]) -> String {
     const SHOWN_MAX: usize = 200;
@@ -92,7 +99,7 @@ impl Failure {
     pub fn errno(doing: &str, path: &[u8], errno: Errno) -> Self {
         let name = errno_name(errno);
         let mut failure = Self::new(code_of(errno), format!("{doing} {}: {name}", shown(path)));
-        failure.detail.path = Some(ByteBuf::from(path));
+        failure.detail.path = held(path);
         failure.detail.errno = Some(name);
         if failure.code == Code::NoSpace {
             failure.detail.resource = Some("disk");
@@ -108,7 +115,7 @@ impl Failure {
             _ => Code::FileError,
         };
         let mut failure = Self::new(code, format!("{doing} {}: it is a {name}", shown(path)));
-        failure.detail.path = Some(ByteBuf::from(path));
+        failure.detail.path = held(path);
         failure.detail.kind = Some(name);
         failure
     }
@@ -119,7 +126,7 @@ impl Failure {
 
     pub fn entry(mut self, entry: &[u8]) -> Self {
         self.message = format!("tar entry {}: {}", shown(entry), self.message);
-        self.detail.entry = Some(ByteBuf::from(entry));
+        self.detail.entry = held(entry);
         self
     }
 

@@ -24,7 +24,7 @@ mod watch;
 mod wire;
 mod write;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -32,6 +32,7 @@ use serde::Serialize;
 use conn::Conn;
 pub use conn::{DATA, MAX_FRAME};
 use error::{Done, Failure, Stop};
+use temp::Temps;
 use wire::{args, Answer, Head, Refusal};
 use write::Content;
 
@@ -48,6 +49,17 @@ pub struct Settings {
     /// `/proc/self/fd` of this very process, opened where there still was a `/proc` that knows it. Kernels before
     /// 6.10 need it to give a nameless file its name; without it files are made under a temporary name.
     pub proc_fd: Option<OwnedFd>,
+    /// Ways of the kernel to do without, for tests.
+    pub without: Without,
+}
+
+/// What an older kernel or another file system lacks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Without {
+    /// Files that have no name while they are written.
+    pub tmpfile: bool,
+    /// Naming them by their descriptor alone.
+    pub link_by_fd: bool,
 }
 
 impl Settings {
@@ -56,11 +68,15 @@ impl Settings {
             cwd: cwd.into(),
             stall: STALL,
             proc_fd: None,
+            without: Without::default(),
         }
     }
 
-    fn proc_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.proc_fd.as_ref().map(AsFd::as_fd)
+    fn temps(&self) -> Temps<'_> {
+        Temps {
+            proc_fd: self.proc_fd.as_ref().map(AsFd::as_fd),
+            without: self.without,
+        }
     }
 }
 

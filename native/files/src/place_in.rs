@@ -11,11 +11,13 @@ use rustix::io::Errno;
 
 use crate::path::{kind_of, split};
 use crate::tar::Time;
-use crate::temp::{replace_with, Temp};
+use crate::temp::{replace_with, Temp, Temps};
 
 /// Directories whose mode and time are set at the end, since entries in them change the time and the mode may forbid
 /// them. Of more, the time is that of the last change.
 const LATER_MAX: usize = 65_536;
+/// And their paths together.
+const LATER_BYTES: usize = 16 << 20;
 /// A longer path is resolved in parts of this length: the kernel takes 4,095 bytes.
 const PART: usize = 2_048;
 /// A rename somewhere makes the kernel unsure whether a path stays below: asked again so often.
@@ -33,6 +35,7 @@ pub(crate) struct PlaceIn {
     /// The directory of the last entry: the next one is mostly there too.
     last: Option<(Vec<u8>, OwnedFd)>,
     later: Vec<(Vec<u8>, Meta)>,
+    later_bytes: usize,
 }
 
 /// A file being written.
@@ -134,6 +137,7 @@ impl PlaceIn {
             root,
             last: None,
             later: Vec::new(),
+            later_bytes: 0,
         }
     }
 
@@ -144,7 +148,7 @@ impl PlaceIn {
         }
         let known = self.last.as_ref().is_some_and(|(path, _)| path == dir);
         if !known {
-            let opened = self.open(dir)?;
+            let opened = self.open(dir, true)?;
             self.last = Some((dir.to_vec(), opened));
         }
         Ok(self
@@ -153,7 +157,7 @@ impl PlaceIn {
             .map_or(self.root.as_fd(), |(_, fd)| fd.as_fd()))
     }
 
-    fn open(&self, dir: &[u8]) -> Result<OwnedFd, Errno> {
+    fn open(&self, dir: &[u8], make: bool) -> Result<OwnedFd, Errno> {
         let mut at: Option<OwnedFd> = None;
         let mut rest = dir;
         while !rest.is_empty() {
@@ -161,7 +165,7 @@ impl PlaceIn {
             (part, rest) = cut(rest);
             let here = at.as_ref().map_or(self.root.as_fd(), AsFd::as_fd);
             let next = match open_below(here, part) {
-                Err(Errno::NOENT) => make_below(here, part)?,
+                Err(Errno::NOENT) if make => make_below(here, part)?,
                 other => other?,
             };
             at = Some(next);
@@ -181,7 +185,8 @@ impl PlaceIn {
             Err(Errno::EXIST) => drop(open_below(parent, name)?),
             Err(errno) => return Err(errno),
         }
-        if self.later.len() < LATER_MAX {
+        if self.later.len() < LATER_MAX && self.later_bytes + path.len() <= LATER_BYTES {
+            self.later_bytes += path.len();
             self.later.push((path.to_vec(), meta));
             return Ok(());
         }
@@ -189,11 +194,7 @@ impl PlaceIn {
     }
 
     /// A file that may be written to; `put` finishes it.
-    pub fn file<'a>(
-        &'a mut self,
-        path: &[u8],
-        proc_fd: Option<BorrowedFd<'a>>,
-    ) -> Result<Sink<'a>, Errno> {
+    pub fn file<'a>(&'a mut self, path: &[u8], temps: Temps<'a>) -> Result<Sink<'a>, Errno> {
         let (dir, name) = split(path);
         let dir = self.parent(dir)?;
         let flags =
@@ -210,7 +211,7 @@ impl PlaceIn {
                 if there.is_ok_and(|stat| kind_of(&stat) == FileType::Directory) {
                     return Err(Errno::ISDIR);
                 }
-                Ok(Sink::Over(Temp::new(dir, proc_fd, 0o600)?, name.to_vec()))
+                Ok(Sink::Over(Temp::new(dir, temps, 0o600)?, name.to_vec()))
             }
             Err(errno) => Err(errno),
         }
@@ -265,7 +266,7 @@ impl PlaceIn {
     }
 
     fn open_readable(&self, path: &[u8]) -> Result<OwnedFd, Errno> {
-        let dir = self.open(path)?;
+        let dir = self.open(path, false)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         openat(&dir, ".", flags, Mode::empty())
     }

@@ -112,10 +112,10 @@ impl Removal<'_> {
             if self.steps % CHECK_EVERY == 0 {
                 conn.check()?;
             }
-            let step = self.walk.step();
-            let below = self.walk.path().to_vec();
-            let Some(step) = step.map_err(|errno| self.failed(&below, errno))? else {
-                return Ok(());
+            let step = match self.walk.step() {
+                Ok(Some(step)) => step,
+                Ok(None) => return Ok(()),
+                Err(errno) => return self.fail(b"", errno),
             };
             match step {
                 Step::Name(name) => self.name(&name),
@@ -124,12 +124,10 @@ impl Removal<'_> {
         }
     }
 
-    fn failed(&self, below: &[u8], errno: Errno) -> crate::error::Stop {
-        at("remove", &join(self.root, below))(errno)
-    }
-
     fn fail<T>(&self, name: &[u8], errno: Errno) -> Done<T> {
-        Err(self.failed(&self.walk.path_of(name), errno))
+        Err(at("remove", &join(self.root, &self.walk.path_of(name)))(
+            errno,
+        ))
     }
 
     fn surprised(&mut self, name: &[u8], errno: Errno) -> Done<()> {

@@ -9,6 +9,8 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
+use crate::Without;
+
 /// Names that are taken are tried again so often.
 const TRIES: usize = 16;
 
@@ -21,6 +23,14 @@ enum Naming<'a> {
     Proc(BorrowedFd<'a>),
     /// It has one: the file was made under a temporary name.
     Named,
+}
+
+/// How temporary files are made here.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Temps<'a> {
+    /// A `/proc/self/fd` of this process.
+    pub proc_fd: Option<BorrowedFd<'a>>,
+    pub without: Without,
 }
 
 /// Removed when dropped, unless it was put in its place.
@@ -58,28 +68,16 @@ fn with_fresh_name<T>(
 }
 
 impl<'a> Temp<'a> {
-    /// A new file for a place in `dir`. `proc_fd`: a `/proc/self/fd` of this process.
-    pub fn new(
-        dir: BorrowedFd<'a>,
-        proc_fd: Option<BorrowedFd<'a>>,
-        mode: u32,
-    ) -> Result<Self, Errno> {
+    /// A new file for a place in `dir`.
+    pub fn new(dir: BorrowedFd<'a>, temps: Temps<'a>, mode: u32) -> Result<Self, Errno> {
         let mode = Mode::from_raw_mode(mode);
-        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        // A file system without O_TMPFILE (overlay before 6.1, some of FUSE) says so in one of these ways.
-        if let Ok(file) = openat(dir, ".", flags, mode) {
-            let naming = [Some(Naming::Empty), proc_fd.map(Naming::Proc)]
-                .into_iter()
-                .flatten()
-                .find(|naming| link(*naming, &file, dir, b".") == Err(Errno::EXIST));
-            if let Some(naming) = naming {
-                return Ok(Self {
-                    dir,
-                    file,
-                    naming,
-                    name: None,
-                });
-            }
+        if let Some((file, naming)) = nameless(dir, temps, mode) {
+            return Ok(Self {
+                dir,
+                file,
+                naming,
+                name: None,
+            });
         }
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -122,6 +120,26 @@ impl<'a> Temp<'a> {
         self.name = None;
         Ok(())
     }
+}
+
+/// A file without a name, if it can be given one.
+fn nameless<'a>(
+    dir: BorrowedFd<'_>,
+    temps: Temps<'a>,
+    mode: Mode,
+) -> Option<(OwnedFd, Naming<'a>)> {
+    if temps.without.tmpfile {
+        return None;
+    }
+    let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+    // A file system without O_TMPFILE says so in one of several ways; whatever else is wrong, the next try finds too.
+    let file = openat(dir, ".", flags, mode).ok()?;
+    let by_fd = (!temps.without.link_by_fd).then_some(Naming::Empty);
+    let naming = [by_fd, temps.proc_fd.map(Naming::Proc)]
+        .into_iter()
+        .flatten()
+        .find(|naming| link(*naming, &file, dir, b".") == Err(Errno::EXIST))?;
+    Some((file, naming))
 }
 
 impl Drop for Temp<'_> {

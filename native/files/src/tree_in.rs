@@ -291,7 +291,7 @@ impl Unpacking<'_> {
         }
         let content = self.content(header, real)?;
         let fail = at("unpack", path);
-        let sink = self.to.file(path, self.set.proc_fd()).map_err(&fail)?;
+        let sink = self.to.file(path, self.set.temps()).map_err(&fail)?;
         let file = sink.file();
         let write = |bytes: &[u8]| write_all(file, bytes).map_err(&fail);
         match &content.sparse {

@@ -29,6 +29,8 @@ const LINKS_BYTES: usize = 16 << 20;
 const PIECES_MAX: usize = 4_096;
 /// A file without a size is told with what it holds, up to here (`/proc`).
 const SIZELESS_MAX: usize = CHUNK;
+/// Of a directory that is told: who reads the stream takes no extended header of more than 1 MiB.
+const PATH_MAX: usize = 512 << 10;
 const CHECK_EVERY: u64 = 64;
 
 #[derive(Default, Serialize)]
@@ -259,6 +261,7 @@ impl Packing<'_> {
             Err(errno) => return Ok(Err(errno)),
         };
         match kind_of(&stat) {
+            FileType::Directory if below.len() > PATH_MAX => Ok(Err(Errno::NAMETOOLONG)),
             FileType::Directory => {
                 self.header(&head(below, b'5', &stat))?;
                 Ok(walk.enter(name))

@@ -140,10 +140,13 @@ impl Walk {
             return Err(Errno::NAMETOOLONG);
         }
         let dir = open_child(self.dir()?, name)?;
-        let path = self.path_of(name);
-        let before = std::mem::replace(&mut self.path, path);
+        let before = self.path.len();
+        if before > 0 {
+            self.path.push(b'/');
+        }
+        self.path.extend_from_slice(name);
         if let Err(errno) = self.push(dir) {
-            self.path = before;
+            self.path.truncate(before);
             return Err(errno);
         }
         if let Some(above) = self.levels.len().checked_sub(OPEN_MAX + 1) {

@@ -25,7 +25,7 @@ use crate::{answer, Settings};
 /// Directories of one watch; the kernel has a limit of its own for each user.
 const DIRS_MAX: usize = 65_536;
 /// Their paths together.
-const DIRS_BYTES: usize = 32 << 20;
+const DIRS_BYTES: usize = 16 << 20;
 /// Changes are sent when they are so many, or their paths so long, or the first so old.
 const CHANGES_MAX: usize = 1_024;
 const CHANGES_BYTES: usize = 256 << 10;

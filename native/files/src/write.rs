@@ -100,7 +100,7 @@ pub(crate) fn write(set: &Settings, args: &WriteArgs, content: &mut Content<'_>)
         accessat(&place.dir, &place.name, Access::WRITE_OK, AtFlags::EACCESS).map_err(&fail)?;
     }
     let first_mode = if old.is_some() { 0o600 } else { 0o666 };
-    let temp = Temp::new(place.dir.as_fd(), set.proc_fd(), first_mode);
+    let temp = Temp::new(place.dir.as_fd(), set.temps(), first_mode);
     let written = match (temp, &old) {
         (Ok(temp), _) => whole(args, &place, old.as_ref(), temp, content, &path),
         // The file may be written to, its directory not: another user's, or read-only around a mounted file.

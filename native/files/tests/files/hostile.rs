@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
+use dsec_files::{Settings, Without};
 use rustix::fs::{mknodat, FileType, Mode, CWD};
 
 use crate::kit::{args, bytes, get, num, v, Client, Dir};
@@ -168,6 +169,49 @@ fn a_full_disk_keeps_the_old_content_and_leaves_nothing() {
         assert_eq!(std::fs::read(dir.at("f")).unwrap(), b"old");
     }
     c.write(&dir.at("f"), b"goes on");
+}
+
+#[test]
+fn every_way_to_make_a_file_does_the_same() {
+    let Some(dir) = Dir::tmpfs("size=1m") else {
+        return;
+    };
+    let proc_fd = || {
+        let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+        rustix::fs::open("/proc/self/fd", flags, Mode::empty()).unwrap()
+    };
+    for (tmpfile, link_by_fd, fd) in [
+        (false, false, None),
+        (false, true, Some(proc_fd())),
+        (false, true, None),
+        (true, true, None),
+    ] {
+        let mut settings = Settings::new("/");
+        settings.without = Without {
+            tmpfile,
+            link_by_fd,
+        };
+        settings.proc_fd = fd;
+        let mut c = Client::with(settings);
+        let path = dir.at("f");
+        let write = |c: &mut Client, exclusive: bool, content: &[u8]| {
+            c.upload("write", args! {path: &path, exclusive: exclusive}, content)
+        };
+        write(&mut c, true, b"1").ok();
+        assert_eq!(write(&mut c, true, b"2").failed().0, "file_exists");
+        assert_eq!(c.read(&path), b"1");
+        write(&mut c, false, b"3").ok();
+        assert_eq!(
+            write(&mut c, false, &vec![1; 3 << 20]).failed().0,
+            "no_space"
+        );
+        assert_eq!(c.read(&path), b"3");
+        c.request("write", args! {path: &path});
+        c.data(b"half").unwrap();
+        c.end();
+        assert_eq!(dir.names(), [b"f"], "{tmpfile} {link_by_fd}");
+        std::fs::remove_file(&path).unwrap();
+    }
 }
 
 #[test]
@@ -356,4 +400,18 @@ fn what_a_user_may_not_do_is_refused() {
     assert_eq!(std::fs::read(dir.at("shared")).unwrap(), b"new");
     let packed = c.call("tree.out", args! {path: &dir.path}).ok();
     assert_eq!(num(get(&packed, "skipped"), "count"), 1);
+    // It may be replaced, but would then belong to somebody else.
+    std::fs::set_permissions(
+        &dir.path,
+        std::os::unix::fs::PermissionsExt::from_mode(0o777),
+    )
+    .unwrap();
+    let done = c
+        .call("write", args! {path: dir.at("shared"), data: &b"newer"[..]})
+        .ok();
+    assert_eq!(get(&done, "atomic"), &v(false));
+    assert_eq!(std::fs::read(dir.at("shared")).unwrap(), b"newer");
+    let owner = std::os::unix::fs::MetadataExt::uid(&dir.at("shared").metadata().unwrap());
+    assert_eq!(owner, rustix::process::geteuid().as_raw());
+    assert_eq!(dir.names(), [&b"secret"[..], b"shared"]);
 }
