@@ -3,8 +3,8 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{
-    fstat, readlinkat, renameat_with, seek, statat, AtFlags, FileType, OFlags, RenameFlags,
-    SeekFrom, Stat,
+    fstat, mkdirat, readlinkat, renameat_with, seek, statat, unlinkat, AtFlags, FileType, Mode,
+    OFlags, RenameFlags, SeekFrom, Stat,
 };
 use rustix::io::Errno;
 
@@ -47,7 +47,19 @@ pub(crate) fn move_over(
     if !replace && to.stat().is_ok() {
         return Err(fail(Errno::EXIST));
     }
-    let name = fresh_name();
+    let kind = kind_of(&from.stat().map_err(at("move", source))?);
+    let direct = kind == FileType::Directory && !renames_directories(to).map_err(&fail)?;
+    let copied = Place {
+        dir: to.dir.try_clone().map_err(|_| fail(Errno::MFILE))?,
+        name: if direct {
+            to.name.clone()
+        } else {
+            fresh_name()
+        },
+    };
+    if direct {
+        make_directly(to, replace).map_err(&fail)?;
+    }
     let root = to.dir.try_clone().map_err(|_| fail(Errno::MFILE))?;
     let mut copy = Copy {
         conn,
@@ -56,28 +68,52 @@ pub(crate) fn move_over(
         source,
         buf: vec![0; CHUNK],
     };
-    let flags = if replace {
-        RenameFlags::empty()
-    } else {
-        RenameFlags::NOREPLACE
-    };
-    let copied = copy
-        .all(from, &name)
-        .and_then(|()| renameat_with(&to.dir, &name, &to.dir, &to.name, flags).map_err(&fail));
-    if let Err(stop) = copied {
-        let left = Place {
-            dir: to.dir.try_clone().map_err(|_| fail(Errno::MFILE))?,
-            name,
+    let mut done = copy.all(from, &copied.name);
+    if !direct {
+        let flags = if replace {
+            RenameFlags::empty()
+        } else {
+            RenameFlags::NOREPLACE
         };
+        done = done.and_then(|()| {
+            renameat_with(&to.dir, &copied.name, &to.dir, &to.name, flags).map_err(&fail)
+        });
+    }
+    if let Err(stop) = done {
         let stop = stop.map(named_full(&to.dir));
         // The failure that counts is the first one.
-        let _ = remove_tree(conn, &left, target);
+        let _ = remove_tree(conn, &copied, target);
         return Err(stop);
     }
     let removed = remove_tree(conn, from, source);
     removed
         .map(|_| ())
         .map_err(|stop| stop.map(Failure::partial))
+}
+
+/// Whether a new directory can be renamed here: an overlay whose upper has no attributes to mark it with cannot.
+fn renames_directories(to: &Place) -> Result<bool, Errno> {
+    let (one, two) = (fresh_name(), fresh_name());
+    mkdirat(&to.dir, &one, Mode::from_raw_mode(0o700))?;
+    let renamed = renameat_with(&to.dir, &one, &to.dir, &two, RenameFlags::NOREPLACE);
+    let left = if renamed.is_ok() { &two } else { &one };
+    unlinkat(&to.dir, left, AtFlags::REMOVEDIR)?;
+    match renamed {
+        Ok(()) => Ok(true),
+        Err(Errno::XDEV) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Makes the target itself, as a rename would: over nothing, or over an empty directory.
+fn make_directly(to: &Place, replace: bool) -> Result<(), Errno> {
+    if replace {
+        match unlinkat(&to.dir, &to.name, AtFlags::REMOVEDIR) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    mkdirat(&to.dir, &to.name, Mode::from_raw_mode(0o700))
 }
 
 struct Copy<'a> {

@@ -326,24 +326,27 @@ fn many_appenders_lose_nothing() {
     }
 }
 
+/// An overlay over a file system of its own.
+fn overlay(base: &Dir) -> Option<Dir> {
+    for name in ["lower", "upper", "work", "lower/d"] {
+        std::fs::create_dir(base.at(name)).unwrap();
+    }
+    std::fs::write(base.at("lower/d/f"), b"lower").unwrap();
+    let at = |name: &str| base.at(name).to_str().unwrap().to_owned();
+    let layers = [at("lower"), at("upper"), at("work")];
+    let options = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        layers[0], layers[1], layers[2]
+    );
+    Dir::mount("overlay", &options)
+}
+
 #[test]
 fn on_an_overlay_too() {
     let Some(base) = Dir::tmpfs("size=16m") else {
         return;
     };
-    for name in ["lower", "upper", "work"] {
-        std::fs::create_dir(base.at(name)).unwrap();
-    }
-    std::fs::create_dir(base.at("lower/d")).unwrap();
-    std::fs::write(base.at("lower/d/f"), b"lower").unwrap();
-    let at = |name: &str| base.at(name).to_str().unwrap().to_owned();
-    let options = format!(
-        "lowerdir={},upperdir={},workdir={}",
-        at("lower"),
-        at("upper"),
-        at("work")
-    );
-    let Some(dir) = Dir::mount("overlay", &options) else {
+    let Some(dir) = overlay(&base) else {
         return;
     };
     let mut c = Client::new();
@@ -363,6 +366,49 @@ fn on_an_overlay_too() {
     c.call("remove", args! {path: dir.at("e"), recursive: true})
         .ok();
     assert_eq!(dir.names(), [b"new"]);
+}
+
+#[test]
+fn a_directory_is_moved_where_none_can_be_renamed() {
+    // ramfs has no attributes: an overlay on it can mark no directory, and so rename none.
+    let Some(base) = Dir::mount("ramfs", "") else {
+        return;
+    };
+    let Some(dir) = overlay(&base) else {
+        return;
+    };
+    let (mut c, source) = (Client::new(), Dir::new());
+    std::fs::create_dir(source.at("s")).unwrap();
+    std::fs::write(source.at("s/f"), b"moved").unwrap();
+    c.call("mkdir", args! {path: dir.at("g")}).ok();
+    assert!(
+        std::fs::rename(dir.at("g"), dir.at("h")).is_err(),
+        "it can be renamed"
+    );
+    c.write(&dir.at("file"), b"");
+    let to = |target: &str| args! {source: source.at("s"), target: dir.at(target), replace: true};
+    let reply = c.call("move", args! {source: source.at("s"), target: dir.at("g")});
+    assert_eq!(reply.failed().0, "file_exists");
+    assert_eq!(
+        c.call("move", to("file")).failed(),
+        pair("file_error", "ENOTDIR")
+    );
+    assert_eq!(
+        c.call("move", to("d")).failed(),
+        pair("file_error", "ENOTEMPTY")
+    );
+    // What is no file fails half way: nothing is left of it.
+    fifo(&source.at("s/fifo"));
+    assert_eq!(
+        c.call("move", to("new")).failed(),
+        pair("file_error", "fifo")
+    );
+    assert_eq!(dir.names(), [&b"d"[..], b"file", b"g"]);
+    std::fs::remove_file(source.at("s/fifo")).unwrap();
+    let done = c.call("move", to("g")).ok();
+    assert_eq!(get(&done, "atomic"), &v(false));
+    assert_eq!(c.read(&dir.at("g/f")), b"moved");
+    assert!(source.names().is_empty());
 }
 
 #[test]
