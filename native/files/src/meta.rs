@@ -1,0 +1,124 @@
+//! What is known about files, and changes of that.
+
+use rustix::fs::{
+    chmodat, chownat, readlinkat, renameat_with, statat, symlinkat, AtFlags, FileType, Gid, Mode,
+    RenameFlags, Stat, Uid, CWD,
+};
+use rustix::io::Errno;
+use serde::Serialize;
+use serde_bytes::ByteBuf;
+
+use crate::conn::Conn;
+use crate::error::{at, Done, Failure};
+use crate::path::{absolute, kind_of, place};
+use crate::wire::{
+    ChmodArgs, ChownArgs, Entry, MoveArgs, Nothing, OfEntry, PathArgs, StatArgs, SymlinkArgs,
+};
+use crate::write::check_mode;
+use crate::{answer, Settings};
+
+fn flags(follow: bool) -> AtFlags {
+    if follow {
+        AtFlags::empty()
+    } else {
+        AtFlags::SYMLINK_NOFOLLOW
+    }
+}
+
+/// Where a link points; nothing for anything else, or if it is gone by now.
+pub(crate) fn target_of<Fd: std::os::fd::AsFd>(
+    dir: Fd,
+    name: &[u8],
+    stat: &Stat,
+) -> Option<Vec<u8>> {
+    if kind_of(stat) != FileType::Symlink {
+        return None;
+    }
+    readlinkat(dir, name, Vec::new())
+        .ok()
+        .map(|t| t.into_bytes())
+}
+
+pub(crate) fn stat(set: &Settings, args: &StatArgs) -> Done<OfEntry<Entry>> {
+    let path = absolute(&set.cwd, "path", &args.path)?;
+    let stat = statat(CWD, &path, flags(args.follow)).map_err(at("stat", &path))?;
+    let target = target_of(CWD, &path, &stat);
+    Ok(OfEntry {
+        entry: Entry::new(&path, &stat, target),
+    })
+}
+
+pub(crate) fn chmod(set: &Settings, args: &ChmodArgs) -> Done<Nothing> {
+    check_mode(Some(args.mode))?;
+    let path = absolute(&set.cwd, "path", &args.path)?;
+    let mode = Mode::from_raw_mode(args.mode);
+    chmodat(CWD, &path, mode, AtFlags::empty()).map_err(at("chmod", &path))?;
+    Ok(Nothing {})
+}
+
+/// -1 means "leave it" to the kernel, so it is no id.
+fn id(field: &'static str, id: Option<u32>) -> Done<Option<u32>> {
+    match id {
+        Some(u32::MAX) => Err(Failure::field(field, "is no id").into()),
+        id => Ok(id),
+    }
+}
+
+pub(crate) fn chown(set: &Settings, args: &ChownArgs) -> Done<Nothing> {
+    let uid = id("uid", args.uid)?.map(Uid::from_raw);
+    let gid = id("gid", args.gid)?.map(Gid::from_raw);
+    let path = absolute(&set.cwd, "path", &args.path)?;
+    chownat(CWD, &path, uid, gid, flags(args.follow)).map_err(at("chown", &path))?;
+    Ok(Nothing {})
+}
+
+pub(crate) fn symlink(set: &Settings, args: &SymlinkArgs) -> Done<Nothing> {
+    if args.target.is_empty() || args.target.contains(&0) {
+        return Err(Failure::field("target", "is empty or has a NUL byte").into());
+    }
+    let path = absolute(&set.cwd, "path", &args.path)?;
+    symlinkat(&args.target[..], CWD, &path).map_err(at("symlink", &path))?;
+    Ok(Nothing {})
+}
+
+#[derive(Serialize)]
+pub(crate) struct Target {
+    target: ByteBuf,
+}
+
+pub(crate) fn readlink(set: &Settings, args: &PathArgs) -> Done<Target> {
+    let path = absolute(&set.cwd, "path", &args.path)?;
+    let target = readlinkat(CWD, &path, Vec::new()).map_err(at("readlink", &path))?;
+    Ok(Target {
+        target: ByteBuf::from(target.into_bytes()),
+    })
+}
+
+#[derive(Serialize)]
+struct Moved {
+    /// `false`: between file systems, by copying and removing.
+    atomic: bool,
+}
+
+pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<()> {
+    let source = absolute(&set.cwd, "source", &args.source)?;
+    let target = absolute(&set.cwd, "target", &args.target)?;
+    let from = place("move", &source)?;
+    let to = place("move to", &target)?;
+    let flags = if args.replace {
+        RenameFlags::empty()
+    } else {
+        RenameFlags::NOREPLACE
+    };
+    let atomic = match renameat_with(&from.dir, &from.name, &to.dir, &to.name, flags) {
+        Ok(()) => true,
+        Err(Errno::XDEV) => {
+            crate::copy::move_over(conn, set, args.replace, (&from, &source), (&to, &target))?;
+            false
+        }
+        // Which of the two paths it is about.
+        Err(Errno::NOENT) if from.stat().is_err() => return Err(at("move", &source)(Errno::NOENT)),
+        Err(errno) => return Err(at("move to", &target)(errno)),
+    };
+    answer(conn, Moved { atomic })
+}

@@ -1,0 +1,11 @@
+//! The file helper over a socket pair, against the kernel. Tests of full and read-only disks need root.
+
+mod kit;
+
+mod fuzz;
+mod hostile;
+mod one_file;
+mod protocol;
+mod removal;
+mod trees;
+mod watching;
