@@ -1,7 +1,7 @@
 //! The cgroups of sandboxes and runs, on v2 with controllers and on v1 beside a bare v2.
 //!
 //! ```text
-//! v2  CG/ID/{payload/{init,run-RUN},aux}   processes in leaves only; memory, cpu limited on CG/ID,
+//! v2  CG/ID/payload/{init,run-RUN,files-N}  processes in leaves only; memory, cpu limited on CG/ID,
 //!     pids on payload, beside which (entering-RUN) a run is born when the payload is full
 //! v1  memory: CG/ID[/run-RUN]   cpu, pids: CG/ID
 //! ```
@@ -38,6 +38,8 @@ const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
 pub(crate) const PAYLOAD: &str = "payload";
 /// The memory group of a sandbox's first run, which may have served another sandbox.
 const FIRST_RUN: &str = "run-1";
+/// Begin of the name of a file helper's group.
+const FILES: &str = "files-";
 pub(crate) const INIT: &str = "payload/init";
 
 /// A v1 hierarchy we use.
@@ -445,13 +447,22 @@ impl SandboxCgroup {
         Ok(runs.map(str::to_owned).collect())
     }
 
-    /// Makes `aux` (the file helper's place, never frozen with the payload); idempotent.
-    pub fn create_aux(&self) -> Result<RunCgroup> {
-        make(&self.v2("aux")).step("cgroup.aux")?;
-        Ok(self.run_at("aux".to_owned(), None))
+    /// Makes `payload/files-N`, the place of a file helper: no run, so nothing of it is left over from one.
+    pub fn create_files(&self, name: &str) -> Result<RunCgroup> {
+        let leaf = format!("{PAYLOAD}/{FILES}{name}");
+        make(&self.v2(&leaf)).step("cgroup.files")?;
+        Ok(self.run_at(leaf, None))
     }
 
-    /// SIGKILL to everything in the sandbox, frozen or not, aux included. Returns without waiting.
+    /// Every file helper that has a cgroup.
+    pub fn files(&self) -> Result<Vec<(String, RunCgroup)>> {
+        let all = children(&self.v2(PAYLOAD)).step("cgroup.list")?;
+        let names = all.iter().filter_map(|name| name.strip_prefix(FILES));
+        let at = |name: &str| self.run_at(format!("{PAYLOAD}/{FILES}{name}"), None);
+        Ok(names.map(|name| (name.to_owned(), at(name))).collect())
+    }
+
+    /// SIGKILL to everything in the sandbox, frozen or not. Returns without waiting.
     pub fn kill(&self) -> Result<()> {
         kill_tree(&self.v2(""))
     }

@@ -170,6 +170,23 @@ fn too_long(what: &str, limit: usize) -> LaunchError {
     .with("limit", limit as i64)
 }
 
+pub fn cwd(cwd: &[u8]) -> Result<()> {
+    if cwd.first() != Some(&b'/') || cwd.contains(&0) || cwd.len() > PATH_MAX {
+        return Err(LaunchError::field(
+            "cwd",
+            format!("cwd must be an absolute path of at most {PATH_MAX} bytes"),
+        ));
+    }
+    Ok(())
+}
+
+pub fn user(user: &str) -> Result<()> {
+    if user.is_empty() || user.len() > USER_MAX || user.contains('\0') {
+        return Err(LaunchError::field("user", "user must be 1 to 256 bytes"));
+    }
+    Ok(())
+}
+
 /// Checks a run's plan.
 pub fn run(plan: &RunPlan) -> Result<()> {
     let name = plan.run.as_bytes();
@@ -180,15 +197,8 @@ pub fn run(plan: &RunPlan) -> Result<()> {
     if plan.argv.is_empty() || plan.argv[0].is_empty() {
         return Err(LaunchError::field("argv", "argv must name a program"));
     }
-    if plan.cwd.first() != Some(&b'/') || plan.cwd.contains(&0) || plan.cwd.len() > PATH_MAX {
-        return Err(LaunchError::field(
-            "cwd",
-            format!("cwd must be an absolute path of at most {PATH_MAX} bytes"),
-        ));
-    }
-    if plan.user.is_empty() || plan.user.len() > USER_MAX || plan.user.contains('\0') {
-        return Err(LaunchError::field("user", "user must be 1 to 256 bytes"));
-    }
+    cwd(&plan.cwd)?;
+    user(&plan.user)?;
     if !(-20..=19).contains(&plan.nice) {
         return Err(LaunchError::field("nice", "nice must be -20 to 19"));
     }

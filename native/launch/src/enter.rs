@@ -1,7 +1,7 @@
 //! Entering a sandbox from outside: the launcher clones, the child joins and becomes the program.
 
 use std::ffi::CString;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use dsec_sys::process::{self, CloneSpec, Cloned};
 use dsec_sys::{cred, seccomp};
@@ -16,6 +16,8 @@ use crate::mounting::cstring;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step};
 use crate::server::Server;
 use crate::users::{self, User};
+use crate::wire::Helper;
+use crate::{file_helper, switch};
 
 /// Where programs are looked for when the environment has no PATH.
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -68,23 +70,38 @@ pub(crate) struct Entry<'a> {
     pub fds: EnterFds,
     /// Where it is born when its group has no process left; made then, and gone with it.
     pub entering: &'a str,
+    /// A file helper instead of a program.
+    pub helper: Option<&'a Helper>,
     /// The launcher's own `oom_score_adj` could be lowered.
     pub lowered: bool,
 }
 
 /// Clones the run and returns at once: the child may be frozen from its first instant.
 pub(crate) fn enter(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
+    let born = if entry.helper.is_some() && !switch::off(switch::FILES_HIDDEN) {
+        // In our own: nobody inside sees it, so nobody can signal it, trace it, or count it among its own.
+        birth(server, entry)?
+    } else {
+        birth_inside(server, entry)?
+    };
+    failpoint::at("enter.cloned")?;
+    Ok(born)
+}
+
+fn birth_inside(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
     // The next child is born in the sandbox's pid namespace; we stay where we are.
     process::setns(entry.fds.init.as_fd(), process::NEW_PID)
         .map_err(|error| gone_if(libc::ESRCH, "enter.setns_pid", &error))?;
-    let born = match give_birth(server, entry, entry.fds.cgroup.as_fd()) {
+    let born = birth(server, entry);
+    process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
+    born
+}
+
+fn birth(server: &Server, entry: &Entry<'_>) -> Result<(i32, OwnedFd)> {
+    match give_birth(server, entry, entry.fds.cgroup.as_fd()) {
         Err(error) if is_full(&error) && !server.cgroups.has_v1() => birth_beside(server, entry),
         other => other.map_err(|error| refused(&error)),
-    };
-    process::setns(server.own_pid.as_fd(), process::NEW_PID).step("enter.setns_back")?;
-    let born = born?;
-    failpoint::at("enter.cloned")?;
-    Ok(born)
+    }
 }
 
 /// The child's way ends in its program.
@@ -156,7 +173,10 @@ fn gone_if(errno: i32, step: &str, error: &std::io::Error) -> LaunchError {
 }
 
 fn child(entry: &Entry<'_>) -> ! {
-    let Err(error) = become_program(entry);
+    let Err(error) = match entry.helper {
+        Some(helper) => file_helper::become_helper(entry, helper),
+        None => become_program(entry),
+    };
     // The reader sees the error, or nothing if even this fails: then the exit code is all there is.
     if let Ok(bytes) = rmp_serde::to_vec_named(&error.bounded(STATUS_MAX)) {
         let _ = rustix::io::write(&entry.fds.status, &bytes);
@@ -164,15 +184,31 @@ fn child(entry: &Entry<'_>) -> ! {
     process::exit(FAILED)
 }
 
-enum Never {}
+pub(crate) enum Never {}
 
 fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> {
+    let plan = entry.plan;
+    let (user, bounding) = go_in(entry, &[entry.fds.gate.as_raw_fd()])?;
+    let (argv, env) = (strings(plan)?, environment(plan, &user)?);
+    let permitted = become_user(&user, bounding)?;
+    let for_filter = for_filter(permitted);
+    // The working directory as the user sees it: without capabilities for anybody but root.
+    cred::set_caps(for_filter, permitted).step("enter.caps")?;
+    change_directory(plan)?;
+    confine(entry, permitted)?;
+    wait_for(&entry.fds.gate)?;
+    Err(exec(plan, &argv, &env))
+}
+
+/// Into the groups and namespaces, as their root, with no more than the sandbox's limits allow. Descriptors are
+/// closed but for the first three, the status and those in `keep`.
+pub(crate) fn go_in(entry: &Entry<'_>, keep: &[RawFd]) -> Result<(User, u64)> {
     let (plan, policy) = (entry.plan, entry.policy);
     // First of all: in every second run it is a move to another CPU, which starts with cold caches there.
     if !policy.cpus.is_empty() {
         process::set_affinity(&policy.cpus).step("enter.affinity")?;
     }
-    join(entry)?;
+    join(entry, keep)?;
     failpoint::at("enter.joined")?;
     let all = process::NEW_USER
         | process::NEW_NS
@@ -192,38 +228,45 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     if policy.no_new_privs {
         cred::no_new_privs().step("enter.no_new_privs")?;
     }
-    let (argv, env) = (strings(plan)?, environment(plan, &user)?);
+    Ok((user, bounding))
+}
+
+/// Takes the user's ids; what he may have of capabilities is returned, and still permitted.
+pub(crate) fn become_user(user: &User, bounding: u64) -> Result<u64> {
     cred::set_groups(&user.groups).step("enter.groups")?;
     // The filter needs a capability after the change of ids.
     cred::keep_permitted().step("enter.keep_caps")?;
     cred::set_ids(user.uid, user.gid).step("enter.ids")?;
-    let permitted = if user.uid == 0 { bounding } else { 0 };
-    let for_filter = permitted | 1 << cred::CAP_SYS_ADMIN;
-    // The working directory as the user sees it: without capabilities for anybody but root.
-    cred::set_caps(for_filter, permitted).step("enter.caps")?;
-    change_directory(plan)?;
+    Ok(if user.uid == 0 { bounding } else { 0 })
+}
+
+fn for_filter(permitted: u64) -> u64 {
+    permitted | 1 << cred::CAP_SYS_ADMIN
+}
+
+/// The filter, and no capability beyond `permitted`.
+pub(crate) fn confine(entry: &Entry<'_>, permitted: u64) -> Result<()> {
+    let for_filter = for_filter(permitted);
     cred::set_caps(for_filter, for_filter).step("enter.caps")?;
     failpoint::at("enter.confined")?;
     seccomp::install(entry.filter).step("enter.seccomp")?;
-    cred::set_caps(permitted, permitted).step("enter.caps")?;
-    wait_for(&entry.fds.gate)?;
-    Err(exec(plan, &argv, &env))
+    cred::set_caps(permitted, permitted).step("enter.caps")
 }
 
 /// Nothing of the program may happen before it is known to be remembered that it has begun.
-fn wait_for(gate: &OwnedFd) -> Result<()> {
+pub(crate) fn wait_for(gate: &OwnedFd) -> Result<()> {
     let mut byte = [0u8];
     match rustix::io::retry_on_intr(|| rustix::io::read(gate, &mut byte)).step("enter.gate")? {
         0 => Err(LaunchError::new(
             Code::Limit,
-            "the keeper could not take another run; nothing was begun",
+            "it could not be remembered; nothing was begun",
         )),
         _ => Ok(()),
     }
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
-fn join(entry: &Entry<'_>) -> Result<()> {
+fn join(entry: &Entry<'_>, keep: &[RawFd]) -> Result<()> {
     let score = if entry.lowered {
         OOM_SCORE_ABOVE_LOWERED
     } else {
@@ -235,15 +278,9 @@ fn join(entry: &Entry<'_>) -> Result<()> {
     for (number, fd) in entry.fds.stdio.iter().enumerate() {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }
-    let keep = [
-        0,
-        1,
-        2,
-        entry.fds.init.as_raw_fd(),
-        entry.fds.status.as_raw_fd(),
-        entry.fds.gate.as_raw_fd(),
-    ];
-    process::close_all_but(&keep).step("enter.close")?;
+    let (init, status) = (&entry.fds.init, &entry.fds.status);
+    let always = [0, 1, 2, init.as_raw_fd(), status.as_raw_fd()];
+    process::close_all_but(&[&always, keep].concat()).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)
 }
 

@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use dsec_sys::process;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::{pipe_with, PipeFlags};
 use serde::Serialize;
+use serde_bytes::ByteBuf;
 
 use crate::cgroup::{Cgroups, RunFiles, SandboxCgroup, INIT};
 use crate::check;
@@ -23,7 +25,7 @@ use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::run_cgroup::entering;
 use crate::upper::Upper;
-use crate::wire::{self, Home, Inbox, Reply, Request};
+use crate::wire::{self, Helper, Home, Inbox, Reply, Request};
 use crate::{failpoint, switch};
 
 /// A launcher that is not ready by then is broken; it takes about 2 ms.
@@ -35,6 +37,8 @@ const ENTER_DEADLINE: Duration = Duration::from_secs(10);
 const REAP_DEADLINE_MS: i32 = 5_000;
 /// A pipe takes this much at once, so a status is there whole or not at all.
 pub(crate) const STATUS_MAX: usize = 4096;
+/// The status of a file helper that serves. No error is encoded as this (msgpack's nil).
+pub(crate) const SERVES: u8 = 0xc0;
 const NAME: &str = "dsec-launcher";
 
 /// One launcher process. Requests are served one after the other: for parallel creates hold several,
@@ -81,6 +85,29 @@ pub struct Entered {
     pub pidfd: OwnedFd,
     pub status: OwnedFd,
     pub gate: OwnedFd,
+}
+
+/// What a file helper is told.
+#[derive(Debug, Clone)]
+pub struct FilesPlan {
+    pub sandbox: String,
+    /// As of a run.
+    pub user: String,
+    /// Absolute: begin of relative paths. Need not be there.
+    pub cwd: ByteBuf,
+    /// Said on its socket before it serves.
+    pub greeting: ByteBuf,
+}
+
+impl FilesPlan {
+    fn as_run(&self) -> RunPlan {
+        RunPlan {
+            sandbox: self.sandbox.clone(),
+            user: self.user.clone(),
+            cwd: self.cwd.clone(),
+            ..RunPlan::default()
+        }
+    }
 }
 
 /// Lets the program of a run begin.
@@ -372,6 +399,38 @@ impl Launcher {
         let mut plan = plan.clone();
         // Its way in is the descriptor.
         plan.stdin.clear();
+        self.enter_with(target, plan, None, stdio, cgroup)
+    }
+
+    /// Starts a file helper, which after [`begin`] says `greeting` on its socket and serves. Its status: see
+    /// [`read_files_status`]. Returns right after the clone, as `enter`.
+    pub fn enter_files(
+        &self,
+        target: &Target<'_>,
+        plan: &FilesPlan,
+        socket: BorrowedFd<'_>,
+        cgroup: &RunFiles,
+    ) -> Result<Entered> {
+        check::user(&plan.user)?;
+        check::cwd(&plan.cwd)?;
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let null = rustix::fs::open("/dev/null", flags, Mode::empty()).step("files.null")?;
+        let null = null.as_fd();
+        let helper = Helper {
+            greeting: plan.greeting.clone(),
+        };
+        let stdio = [socket, null, null];
+        self.enter_with(target, plan.as_run(), Some(helper), stdio, cgroup)
+    }
+
+    fn enter_with(
+        &self,
+        target: &Target<'_>,
+        plan: RunPlan,
+        helper: Option<Helper>,
+        stdio: [BorrowedFd<'_>; 3],
+        cgroup: &RunFiles,
+    ) -> Result<Entered> {
         let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
         let (their_gate, gate) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
         let path = cgroup.cgroup().path();
@@ -379,6 +438,7 @@ impl Launcher {
             plan: Box::new(plan),
             policy: target.policy.clone(),
             entering: entering(&path),
+            helper,
         };
         let leaves = || [path.clone(), entering(&path)];
         let [stdin, stdout, stderr] = stdio;
@@ -433,6 +493,18 @@ pub fn read_status(status: BorrowedFd<'_>) -> Option<LaunchError> {
     }
     let parsed = rmp_serde::from_slice(&buffer[..length]);
     Some(parsed.unwrap_or_else(|_| LaunchError::new(Code::Internal, "an unreadable status")))
+}
+
+/// What a readable status descriptor of a file helper says: `None` = it serves.
+pub fn read_files_status(status: BorrowedFd<'_>) -> Option<LaunchError> {
+    let mut buffer = [0u8; STATUS_MAX];
+    let died = || LaunchError::new(Code::Launch, "the file helper died before it served");
+    match rustix::io::retry_on_intr(|| rustix::io::read(status, &mut buffer)) {
+        Ok(0) => Some(died().with("step", "files")),
+        Ok(length) if buffer[..length] == [SERVES] => None,
+        Ok(length) => Some(rmp_serde::from_slice(&buffer[..length]).unwrap_or_else(|_| died())),
+        Err(error) => Some(LaunchError::step("files.status", &error.into())),
+    }
 }
 
 /// `dsec-runtime launcher`: never returns.

@@ -12,6 +12,7 @@ pub mod config;
 mod create;
 mod enter;
 pub mod failpoint;
+mod file_helper;
 mod filter;
 mod fullness;
 mod hierarchy;

@@ -122,7 +122,7 @@ fn default_deadline_ms() -> u64 {
     30_000
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunPlan {
     pub sandbox: String,
     pub run: String,

@@ -28,9 +28,11 @@ pub struct RunUsage {
 
 pub(crate) const PEAK_V1: &str = "memory.max_usage_in_bytes";
 
-/// Where the launcher has a run of [`RunCgroup::path`] born when the payload is full: `ID/entering-RUN`.
+/// Where the launcher has what belongs into [`RunCgroup::path`] born when the payload is full: `ID/entering-RUN`,
+/// `ID/entering-files-N`.
 pub(crate) fn entering(path: &str) -> String {
-    path.replacen("/payload/run-", "/entering-", 1)
+    let run = path.replacen("/payload/run-", "/entering-", 1);
+    run.replacen("/payload/", "/entering-", 1)
 }
 
 /// A leaf for one run at a time. A value, not an owner.

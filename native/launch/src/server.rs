@@ -264,6 +264,7 @@ impl Server {
                 plan,
                 policy,
                 entering,
+                helper,
             } => {
                 let fds = EnterFds::of(fds).ok_or_else(bad)?;
                 let filter = self.filter(&policy.seccomp)?;
@@ -273,6 +274,7 @@ impl Server {
                     filter: &filter,
                     fds,
                     entering: &entering,
+                    helper: helper.as_ref(),
                     lowered: self.lowered,
                 };
                 *born = Some(enter::enter(self, &entry)?);

@@ -24,6 +24,8 @@ pub const NOFILE_RAISE: &str = "nofile.raise";
 pub const NETNS_REUSE: &str = "netns.reuse";
 /// The v1 groups of an ended sandbox serve another; without it each has new ones.
 pub const CGROUP_REUSE: &str = "cgroup.reuse";
+/// The file helper stays out of the sandbox's pid namespace; without it, it is a process among others there.
+pub const FILES_HIDDEN: &str = "files.hidden";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -36,6 +38,7 @@ pub const NAMES: &[&str] = &[
     NOFILE_RAISE,
     NETNS_REUSE,
     CGROUP_REUSE,
+    FILES_HIDDEN,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

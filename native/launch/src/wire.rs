@@ -14,6 +14,7 @@ use rustix::net::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
 
 use crate::plan::{LaunchError, RunPlan, RunPolicy, SandboxPlan};
 
@@ -40,12 +41,20 @@ pub(crate) enum Request {
         uid_base: u32,
     },
     /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe, the gate, the cgroup to be born in, and
-    /// the files of v1 to join others by, memory first.
+    /// the files of v1 to join others by, memory first. With a helper standard input is its socket.
     Enter {
         plan: Box<RunPlan>,
         policy: RunPolicy,
         entering: String,
+        helper: Option<Helper>,
     },
+}
+
+/// A file helper instead of a program.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Helper {
+    /// What it says on its socket before it serves.
+    pub greeting: ByteBuf,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

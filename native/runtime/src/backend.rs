@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dsec_launch::cgroup::RunUsage;
-use dsec_launch::launcher::Entered;
+use dsec_launch::launcher::{Entered, FilesPlan};
 use dsec_launch::layers::Layer;
 use dsec_launch::upper::Upper;
 use dsec_launch::{Probe, Result, RunPlan, SandboxPlan, Usage};
@@ -62,6 +62,18 @@ pub trait Place: Send + Sync {
         &self,
         plan: &RunPlan,
         stdio: [BorrowedFd<'_>; 3],
+        leaf: &dyn Leaf,
+        init: BorrowedFd<'_>,
+    ) -> Result<Entered>;
+    /// Makes the cgroup of a file helper.
+    fn create_files_leaf(&self, name: &str) -> Result<Arc<dyn Leaf>>;
+    /// Names and cgroups of all file helpers.
+    fn files_leaves(&self) -> Result<Vec<(String, Arc<dyn Leaf>)>>;
+    /// Starts a file helper on a connected socket; returns right after the clone.
+    fn enter_files(
+        &self,
+        plan: &FilesPlan,
+        socket: BorrowedFd<'_>,
         leaf: &dyn Leaf,
         init: BorrowedFd<'_>,
     ) -> Result<Entered>;

@@ -103,9 +103,25 @@ pub struct KillArgs {
     pub cause: Cause,
 }
 #[derive(Debug, Deserialize)]
+pub struct FilesArgs {
+    pub sandbox: String,
+    #[serde(default = "root")]
+    pub user: String,
+    #[serde(default = "slash")]
+    pub cwd: ByteBuf,
+}
+#[derive(Debug, Deserialize)]
 pub struct ShutdownArgs {
     #[serde(default)]
     pub restart: bool,
+}
+
+fn root() -> String {
+    "root".into()
+}
+
+fn slash() -> ByteBuf {
+    ByteBuf::from("/")
 }
 
 fn killed() -> Cause {
@@ -357,6 +373,11 @@ impl Splitter {
             self.start = 0;
         }
         self.buf.extend_from_slice(data);
+    }
+
+    /// Whether every byte has been taken.
+    pub fn is_empty(&self) -> bool {
+        self.start == self.buf.len()
     }
 
     /// The next whole body. `Err`: the length is over the limit.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use dsec_launch::assembly::Assembly;
 use dsec_launch::cgroup::{RunCgroup, RunFiles, RunUsage, SandboxCgroup};
-use dsec_launch::launcher::{Entered, Launcher, Target};
+use dsec_launch::launcher::{Entered, FilesPlan, Launcher, Target};
 use dsec_launch::layers::Layer;
 use dsec_launch::plan::Code;
 use dsec_launch::upper::Upper;
@@ -230,6 +230,20 @@ impl Real {
     }
 }
 
+fn own(leaf: &dyn Leaf) -> Result<&RealLeaf> {
+    let own = leaf.as_any().downcast_ref();
+    own.ok_or_else(|| LaunchError::new(Code::Internal, "a leaf of another backend"))
+}
+
+impl RealPlace {
+    fn target<'a>(&'a self, init: BorrowedFd<'a>) -> Target<'a> {
+        Target {
+            init_pidfd: init,
+            policy: &self.policy,
+        }
+    }
+}
+
 impl Place for RealPlace {
     fn cgroup_id(&self) -> Result<u64> {
         self.cgroup.id()
@@ -268,16 +282,33 @@ impl Place for RealPlace {
         leaf: &dyn Leaf,
         init: BorrowedFd<'_>,
     ) -> Result<Entered> {
-        let leaf: &RealLeaf = leaf
-            .as_any()
-            .downcast_ref()
-            .ok_or_else(|| LaunchError::new(Code::Internal, "a leaf of another backend"))?;
-        let target = Target {
-            init_pidfd: init,
-            policy: &self.policy,
-        };
+        let files = own(leaf)?.files()?;
         let launcher = self.shared.pick(&self.shared.enterers);
-        launcher.enter(&target, plan, stdio, &*leaf.files()?)
+        launcher.enter(&self.target(init), plan, stdio, &files)
+    }
+
+    fn create_files_leaf(&self, name: &str) -> Result<Arc<dyn Leaf>> {
+        let cgroup = self.cgroup.create_files(name)?;
+        Ok(Arc::new(RealLeaf::new(&self.shared, cgroup)))
+    }
+
+    fn files_leaves(&self) -> Result<Vec<(String, Arc<dyn Leaf>)>> {
+        let all = self.cgroup.files()?.into_iter();
+        let leaf = |cgroup| -> Arc<dyn Leaf> { Arc::new(RealLeaf::new(&self.shared, cgroup)) };
+        Ok(all.map(|(name, cgroup)| (name, leaf(cgroup))).collect())
+    }
+
+    fn enter_files(
+        &self,
+        plan: &FilesPlan,
+        socket: BorrowedFd<'_>,
+        leaf: &dyn Leaf,
+        init: BorrowedFd<'_>,
+    ) -> Result<Entered> {
+        // Opened for this alone: a helper has nothing that is read while it lives.
+        let files = RunFiles::open(&own(leaf)?.cgroup)?;
+        let launcher = self.shared.pick(&self.shared.enterers);
+        launcher.enter_files(&self.target(init), plan, socket, &files)
     }
 
     fn kill(&self) -> Result<()> {

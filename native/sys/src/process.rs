@@ -204,6 +204,12 @@ pub fn reset_signals() {
     }
 }
 
+/// Ignores a signal: what it would have told is told by the call that failed.
+pub fn ignore_signal(signal: i32) {
+    // SAFETY: a constant, no handler.
+    unsafe { libc::signal(signal, libc::SIG_IGN) };
+}
+
 /// Blocks every signal; for an init, which takes SIGCHLD by `reap_forever`.
 pub fn block_signals() {
     // SAFETY: valid structures.

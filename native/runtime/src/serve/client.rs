@@ -297,6 +297,21 @@ impl Server {
         }
     }
 
+    /// Gives a connection away with nothing on it but the request that asks for that.
+    pub(super) fn hand_over(&mut self, index: u64) -> Result<OwnedFd, LaunchError> {
+        let busy = || LaunchError::field("op", "the connection must have nothing else on it");
+        let client = self.clients.get_mut(&index).ok_or_else(busy)?;
+        // The answer to `hello` may still be here.
+        let sent = client.write().is_ok() && client.out.is_empty();
+        let alone = client.in_flight <= 1 && client.follows.is_empty();
+        if !sent || !alone || !client.splitter.is_empty() {
+            return Err(busy());
+        }
+        let client = self.clients.remove(&index).ok_or_else(busy)?;
+        self.unwatch(client.sock.as_fd());
+        Ok(client.sock)
+    }
+
     pub(super) fn out_bytes(&self, client: u64) -> Option<usize> {
         self.clients.get(&client).map(|c| c.out_bytes)
     }

@@ -3,6 +3,7 @@
 mod client;
 mod disks;
 mod ending;
+mod files;
 mod killing;
 mod launching;
 mod link;
@@ -34,6 +35,7 @@ use crate::util;
 use crate::{info, warning};
 
 use client::Client;
+use files::Helper;
 use link::Link;
 use pool::{Pool, Results};
 use run::Run;
@@ -67,6 +69,12 @@ enum Token {
     Input(u64),
     /// The last process of an ended run's tree is gone.
     Emptied(u64),
+    /// The process of a file helper ended.
+    Helper(u64),
+    /// A file helper serves, or cannot.
+    HelperStatus(u64),
+    /// The last process in a file helper's cgroup is gone.
+    HelperEmptied(u64),
 }
 
 impl Token {
@@ -83,6 +91,9 @@ impl Token {
             Self::Output(i, _) => (8, i),
             Self::Input(i) => (9, i),
             Self::Emptied(i) => (10, i),
+            Self::Helper(i) => (11, i),
+            Self::HelperStatus(i) => (12, i),
+            Self::HelperEmptied(i) => (13, i),
         };
         EventData::new_u64(kind << 56 | index)
     }
@@ -102,6 +113,9 @@ impl Token {
             8 => Self::Output(index, 1),
             9 => Self::Input(index),
             10 => Self::Emptied(index),
+            11 => Self::Helper(index),
+            12 => Self::HelperStatus(index),
+            13 => Self::HelperEmptied(index),
             _ => return None,
         })
     }
@@ -125,6 +139,8 @@ enum Timer {
     Traced(u64),
     /// The disk below the sandboxes is to be looked at.
     Disks,
+    /// A file helper had its time to get ready.
+    Helper(u64),
 }
 
 struct Server {
@@ -151,6 +167,7 @@ struct Server {
     next_uid_base: u32,
     runs: HashMap<u64, Run>,
     run_ids: HashMap<(String, String), u64>,
+    helpers: HashMap<u64, Helper>,
     /// Held by all runs together.
     descriptors: u64,
     /// Launched once, lost with the keeper.
@@ -207,6 +224,7 @@ pub fn run(options: Options) -> io::Result<()> {
         next_uid_base: sandbox::UID_FIRST,
         runs: HashMap::new(),
         run_ids: HashMap::new(),
+        helpers: HashMap::new(),
         descriptors: 0,
         unknown: HashSet::new(),
         timers: BTreeMap::new(),
@@ -281,6 +299,9 @@ impl Server {
             Token::Output(i, s) => self.output_ready(i, s),
             Token::Input(i) => self.input_ready(i),
             Token::Emptied(i) => self.tree_emptied(i),
+            Token::Helper(i) => self.helper_ended(i),
+            Token::HelperStatus(i) => self.helper_status(i),
+            Token::HelperEmptied(i) => self.helper_emptied(i),
         }
         Ok(true)
     }
@@ -347,6 +368,7 @@ impl Server {
                 Timer::Deadline(job) => self.deadline_passed(job),
                 Timer::Traced(i) => self.look_at_traced(i),
                 Timer::Disks => self.look_at_disks(),
+                Timer::Helper(i) => self.helper_late(i),
                 Timer::Accept => {
                     let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);
                 }
@@ -373,6 +395,9 @@ mod tests {
             Token::Output(9, 1),
             Token::Input(3),
             Token::Emptied(2),
+            Token::Helper(4),
+            Token::HelperStatus(6),
+            Token::HelperEmptied(8),
         ] {
             assert_eq!(Token::unpack(token.pack()), Some(token));
         }

@@ -13,8 +13,8 @@ use super::{Server, Timer};
 use crate::backend::Backend;
 use crate::kproto::ToKeeper;
 use crate::proto::{
-    self, AckArgs, CreateArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs, Nothing,
-    RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
+    self, AckArgs, CreateArgs, FilesArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs,
+    Nothing, RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
 };
 use crate::util;
 
@@ -96,6 +96,10 @@ impl Server {
             "run.list" => {
                 let list = self.run_list(&proto::args(body)?)?;
                 self.answer(client, id, Ok(list));
+            }
+            "files" => {
+                let args: FilesArgs = proto::args(body)?;
+                self.files_start(client, id, args)?;
             }
             "run.forget" => {
                 self.forget_request(&proto::args(body)?)?;

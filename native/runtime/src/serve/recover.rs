@@ -314,6 +314,7 @@ impl Server {
             self.unknown.insert(name);
         }
         self.recover_leaves(&used);
+        self.recover_helpers();
         Ok(())
     }
 

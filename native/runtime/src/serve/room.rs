@@ -12,6 +12,10 @@ const MAX_RUNS: usize = 4096;
 const FDS_PER_RUN: u64 = 8;
 /// Descriptors kept free for clients, cgroup files and the like.
 const FD_RESERVE: u64 = 512;
+/// File helpers of one sandbox.
+const MAX_HELPERS: usize = 64;
+/// Socket, status and pidfd while it starts.
+const FDS_PER_HELPER: u64 = 3;
 /// A sandbox's share: one part in so many of what the others leave. However many it starts, the next one
 /// still has as many, and so on.
 const SHARE: u64 = 2;
@@ -61,8 +65,7 @@ impl Server {
             let text = "too many runs in this sandbox; forget some";
             return Err(full(text, "runs", MAX_RUNS as u64));
         }
-        let fixed = FD_RESERVE + (self.sandboxes.len() + self.clients.len()) as u64;
-        let others = fixed + self.descriptors.saturating_sub(own);
+        let others = self.fixed_descriptors() + self.descriptors.saturating_sub(own);
         let share = self.nofile.saturating_sub(others) / SHARE;
         let kept = self.link.held() + FDS_PER_RUN + FD_RESERVE;
         if kept > self.nofile || others + own + FDS_PER_RUN > self.nofile {
@@ -72,6 +75,27 @@ impl Server {
         if own + FDS_PER_RUN > share {
             let text = "the runs of this sandbox, and what their children hold, have its share of the node's descriptors";
             return Err(full(text, "descriptors", share));
+        }
+        Ok(())
+    }
+}
+
+impl Server {
+    /// Of everything but runs.
+    fn fixed_descriptors(&self) -> u64 {
+        let clients = (self.sandboxes.len() + self.clients.len()) as u64;
+        FD_RESERVE + clients + self.helpers.len() as u64 * FDS_PER_HELPER
+    }
+
+    /// Whether a file helper may be started.
+    pub(super) fn check_helper_room(&self, helpers: usize) -> Result<(), LaunchError> {
+        if helpers >= MAX_HELPERS {
+            let text = "too many file helpers in this sandbox";
+            return Err(full(text, "helpers", MAX_HELPERS as u64));
+        }
+        if self.fixed_descriptors() + self.descriptors + FDS_PER_HELPER > self.nofile {
+            let text = "no descriptors left for a file helper on this node";
+            return Err(full(text, "descriptors", self.nofile));
         }
         Ok(())
     }

@@ -531,6 +531,7 @@ impl Server {
             }
             self.forget(run);
         }
+        self.helpers_over(index);
         let _ = self.records.marks.unmark_all(&id);
         self.unknown.retain(|(sandbox, _)| *sandbox != id);
         if let Err(e) = self.link.del(&init_key(&id), 1) {
