@@ -13,7 +13,7 @@ use crate::conn::{Conn, CHUNK};
 use crate::error::{at, Code, Done, Failure};
 use crate::path::{absolute, open_regular, place_of_file, regular, Place};
 use crate::temp::Temp;
-use crate::wire::WriteArgs;
+use crate::wire::{Entry, WriteArgs};
 use crate::Settings;
 
 const MODE_MAX: u32 = 0o7777;
@@ -22,6 +22,7 @@ const APPEND_GATHER: usize = 1 << 20;
 
 #[derive(Serialize)]
 pub(crate) struct Written {
+    pub entry: Entry,
     pub bytes: u64,
     pub created: bool,
     /// `false`: the file could only be overwritten in its place.
@@ -108,19 +109,25 @@ pub(crate) fn write(set: &Settings, args: &WriteArgs, content: &mut Content<'_>)
             let file = open_in_place(&place, &path)?;
             let bytes = overwrite(&file, content, &path)?;
             set_mode(&file, args.mode).map_err(&fail)?;
-            Ok(in_place(bytes))
+            in_place(&file, bytes, &path)
         }
         (Err(errno), _) => Err(fail(errno)),
     };
     written.map_err(|stop| stop.map(named_full(&place.dir)))
 }
 
-fn in_place(bytes: u64) -> Written {
-    Written {
+fn in_place(file: &OwnedFd, bytes: u64, path: &[u8]) -> Done<Written> {
+    Ok(Written {
+        entry: entry(file, path).map_err(at("write", path))?,
         bytes,
         created: false,
         atomic: false,
-    }
+    })
+}
+
+/// What it is now, whatever has got its name since.
+fn entry(file: &OwnedFd, path: &[u8]) -> Result<Entry, Errno> {
+    Ok(Entry::new(path, &fstat(file)?, None))
 }
 
 fn set_mode(file: &OwnedFd, mode: Option<u32>) -> Result<(), Errno> {
@@ -160,6 +167,7 @@ fn whole(
     };
     match put {
         Ok(()) => Ok(Written {
+            entry: entry(temp.file(), path).map_err(&fail)?,
             bytes,
             created: old.is_none(),
             atomic: true,
@@ -167,8 +175,9 @@ fn whole(
         // Something is mounted on the file: it cannot be replaced, only its content can.
         Err(Errno::BUSY) if old.is_some() => {
             copy_in_place(&temp, place, bytes, path)?;
-            set_mode(&open_in_place(place, path)?, args.mode).map_err(&fail)?;
-            Ok(in_place(bytes))
+            let file = open_in_place(place, path)?;
+            set_mode(&file, args.mode).map_err(&fail)?;
+            in_place(&file, bytes, path)
         }
         Err(errno) => Err(fail(errno)),
     }
@@ -234,6 +243,7 @@ fn overwrite(file: &OwnedFd, content: &mut Content<'_>, path: &[u8]) -> Done<u64
 
 #[derive(Serialize)]
 pub(crate) struct Appended {
+    pub entry: Entry,
     pub bytes: u64,
     pub created: bool,
     /// Of the file, after it.
@@ -261,6 +271,7 @@ pub(crate) fn append(
                 set_mode(&file, args.mode).map_err(&fail)?;
             }
             Ok(Appended {
+                entry: entry(&file, &path).map_err(&fail)?,
                 bytes,
                 created,
                 size: size(&file).map_err(&fail)?,

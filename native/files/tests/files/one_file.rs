@@ -17,6 +17,7 @@ fn what_is_written_is_read() {
         let done = c.upload("write", args! {path: &path}, content).ok();
         assert_eq!(num(&done, "bytes"), content.len() as u64);
         assert_eq!(get(&done, "atomic"), &v(true));
+        assert_eq!(num(get(&done, "entry"), "size"), content.len() as u64);
         assert_eq!(std::fs::read(&path).unwrap(), content);
         assert_eq!(c.read(&path), content);
         c.write(&path, &content[..content.len().min(1000)]);
@@ -125,6 +126,7 @@ fn append_makes_and_adds() {
     let more = vec![b'x'; 3 << 20];
     let done = c.upload("append", args! {path: &path}, &more).ok();
     assert_eq!(num(&done, "size"), 4 + more.len() as u64);
+    assert_eq!(num(get(&done, "entry"), "size"), 4 + more.len() as u64);
     assert_eq!(path.metadata().unwrap().len(), 4 + more.len() as u64);
 }
 
