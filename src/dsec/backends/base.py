@@ -7,18 +7,22 @@ that every backend passes.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from dsec.model import limits
+from dsec.model.files import Entry, FileEvent, Listing, TreeReport
 from dsec.model.states import Capabilities, EndReason, RunOutcome, Usage
 
 HANDLE_VERSION = 1
 
 # Called with (stream 1 or 2, offset of the first byte, bytes); the awaited time is back-pressure.
 Sink = Callable[[int, int, bytes], Awaitable[None]]
+# Bytes of a file or a tree; a view is valid until the next piece.
+Piece = bytes | memoryview
+DataSink = Callable[[Piece], Awaitable[None]]
 
 
 class LayerMount(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,82 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
 
 
+class Files(Protocol):
+    """The files of a running sandbox, with the rights of one of its users; one operation at a time.
+
+    Whatever is resolved is resolved inside. Paths are bytes, absolute or relative to the directory it was opened with.
+    Operations raise a FileError for what the sandbox's kernel refuses, SandboxLost when the sandbox has ended, and
+    Unavailable when they were cut short: what only reads may be repeated then. A cancelled write leaves what was there.
+    """
+
+    @property
+    def usable(self) -> bool:
+        """Whether another operation can begin; after one that was cut short it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+    async def stat(self, path: bytes, *, follow: bool = True) -> Entry:
+        """One file; with `follow` what a symbolic link leads to."""
+        ...
+
+    async def list(self, path: bytes, *, cursor: bytes | None = None, limit: int | None = None) -> Listing:
+        """A page of a directory. A name that is there all the time comes once, whatever comes and goes beside it."""
+        ...
+
+    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> bool:
+        """Make a directory; with `parents` also those above, and one that is there is as good (False)."""
+        ...
+
+    async def remove(self, path: bytes, *, recursive: bool) -> None:
+        """Remove a file, a link itself, or a directory: an empty one, or with all below it. Follows no link."""
+        ...
+
+    async def move(self, source: bytes, target: bytes, *, replace: bool) -> None:
+        """Give it another place. FileExists, unless `replace`."""
+        ...
+
+    async def chmod(self, path: bytes, mode: int) -> None:
+        """Set its permission bits."""
+        ...
+
+    async def read(
+        self,
+        path: bytes,
+        *,
+        offset: int,
+        length: int | None,
+        opened: Callable[[Entry], Awaitable[None]],
+        sink: DataSink,
+    ) -> None:
+        """The bytes of a regular file. `opened` is told what was opened before the first of them."""
+        ...
+
+    async def write(
+        self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool, exclusive: bool
+    ) -> Entry:
+        """The whole content of a file: there at once, or the old one stays."""
+        ...
+
+    async def append(self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool) -> Entry:
+        """More at the end of a file, which is made when it is not there."""
+        ...
+
+    async def tree_out(self, path: bytes, sink: DataSink) -> TreeReport:
+        """A directory with all below it, or one file, as a tar stream (pax)."""
+        ...
+
+    async def tree_in(self, path: bytes, pieces: AsyncIterator[Piece], *, parents: bool, owners: bool) -> TreeReport:
+        """Unpack a tar stream below a directory; nothing of it lands elsewhere."""
+        ...
+
+    async def watch(self, path: bytes, *, recursive: bool, sink: Callable[[FileEvent | None], Awaitable[None]]) -> str:
+        """Changes as they happen; None first, once nothing is missed. Returns when what is watched is gone."""
+        ...
+
+
 class Guest(Protocol):
     """Programs in a running sandbox. The same for every backend.
 
@@ -121,6 +201,10 @@ class Guest(Protocol):
 
     async def forget(self, process_id: str) -> None:
         """Free the kept result; idempotent. Conflict: it is still running."""
+        ...
+
+    async def files(self, *, user: str, cwd: str) -> Files:
+        """Its files. ProgramNotStarted: it has no such user."""
         ...
 
     def discard(self, process_id: str) -> None:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from dsec.backends.base import Exit, Guest, Handle, ProcessInfo, RunPlan, Sink, StartPlan
+from dsec.backends.base import Exit, Files, Guest, Handle, ProcessInfo, RunPlan, Sink, StartPlan
+from dsec.backends.fake_files import FakeFiles, Tree, check_user
 from dsec.backends.fake_runs import FakeRun
 from dsec.model import failpoint
 from dsec.model.errors import Conflict, DsecError, NodeFull, NotFound, SandboxLost, Unknown
@@ -54,7 +55,7 @@ class SystemClock:
 class Faults:
     """Errors that the next calls raise, and delays that every call has, by operation.
 
-    Operations: probe start attach survey stop usage run run_attach kill processes forget.
+    Operations: probe start attach survey stop usage run run_attach kill processes forget files files.call.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class _Sandbox:
         self.handle = handle
         self.runs: dict[str, FakeRun] = {}
         self.directories = {"/", "/tmp", "/root", "/home", "/bin", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/sys"}
+        self.tree = Tree(self.directories, world.clock.time, plan.disk_bytes)
         self.exit: Exit | None = None
         self.unknown = False
         self.ended = asyncio.Event()
@@ -243,6 +245,12 @@ class FakeGuest:
         if run is not None and run.alive:
             raise Conflict(f"process {process_id} is still running; kill it or wait for it first")
         self.discard(process_id)
+
+    async def files(self, *, user: str, cwd: str) -> Files:
+        await self._visit("files")
+        if (error := check_user(user)) is not None:
+            raise error
+        return FakeFiles(self._sandbox.tree, user=user, cwd=cwd, visit=lambda: self._visit("files.call"))
 
     def discard(self, process_id: str) -> None:
         run = self._sandbox.runs.get(process_id)

@@ -60,5 +60,7 @@ LAYERS_MAX: Final = 64
 LIST_PAGE_DEFAULT: Final = 1000
 LIST_PAGE_MAX: Final = 10_000
 REQUEST_MAX_BYTES: Final = 32 * MIB
+# File calls of one sandbox at the same time; each is served by a process of that sandbox. More wait.
+FILE_CALLS_MAX: Final = 16
 KEY_MAX_CHARS: Final = 128
 FRAME_MAX_BYTES: Final = 8 * MIB

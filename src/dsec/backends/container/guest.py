@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from dsec.backends.base import Exit, Handle, ProcessInfo, RunPlan, Sink
+from dsec.backends.base import Exit, Files, Handle, ProcessInfo, RunPlan, Sink
 from dsec.backends.container import plans
 from dsec.backends.container.endings import known
 from dsec.model.errors import NotFound, SandboxLost
 from dsec.model.states import RunOutcome
 from dsec.wire import values as v
+from dsec.wire.files import FileClient
 from dsec.wire.runtime import RuntimeClient
 
 T = TypeVar("T")
@@ -91,6 +92,10 @@ class ContainerGuest:
             await self._client.forget(self._id, process_id)
         except (NotFound, SandboxLost):
             return  # forgotten, or gone with its sandbox
+
+    async def files(self, *, user: str, cwd: str) -> Files:
+        self._alive()
+        return await self._ask(FileClient.open(self._client.path, self._id, user=user, cwd=cwd))
 
     def discard(self, process_id: str) -> None:
         self._client.discard(self._id, process_id)
