@@ -20,6 +20,7 @@ from dsec.node.box import SELECT, Box, read_row
 from dsec.node.clock import Clock
 from dsec.node.core import NODE_SCOPE, Core, check_key, check_seconds, decode_info, encode
 from dsec.node.creation import Created, Creation
+from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.recovery import Recovery
@@ -99,6 +100,7 @@ class Node:
         self.core = Core(node=name, backends=backends, layers=layers, store=store, admission=admission, clock=clock)
         self._lifecycle = Lifecycle(self.core)
         self._creation = Creation(self.core, self._lifecycle)
+        self.files = FileCalls(self.core, self._ready)
         self._started_at = clock.wall()
 
     async def start(self) -> None:
@@ -115,6 +117,8 @@ class Node:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for box in self.core.boxes.values():
+            box.helpers.close()
         self.core.store.close()
         for backend in self.core.backends.values():
             await backend.close()

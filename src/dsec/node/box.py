@@ -11,6 +11,7 @@ import msgspec
 from dsec.backends.base import Exit, Guest, Handle, Runtime
 from dsec.model.errors import DsecError, InvalidState, SandboxLost
 from dsec.model.states import EndReason, LayerRef, SandboxInfo, State
+from dsec.node.helpers import Helpers
 from dsec.node.plan import BARE, Defaults
 from dsec.node.store import Statement
 
@@ -35,6 +36,7 @@ class Box:
         "expires_boot",
         "flights",
         "guest",
+        "helpers",
         "idle_boot",
         "info",
         "next_step",
@@ -51,6 +53,7 @@ class Box:
         self.settings_from: dict[str, LayerRef] = {}  # while it is created: which layer sets `cwd` and `user`
         self.runtime: Runtime | None = None
         self.guest: Guest | None = None
+        self.helpers = Helpers()
         self.active = 0  # calls in flight, open streams, runs alive
         self.next_step = 1
         self.expires_boot: float | None = None

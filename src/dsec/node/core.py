@@ -99,6 +99,7 @@ class Core:
         if box.info.name is not None and self.names.get(box.info.name) == box.id:
             del self.names[box.info.name]
         self.deadlines.forget(box.id)
+        box.helpers.close()
         self.admission.release(box.id)
 
     def alive(self, ref: str) -> Box | None:

@@ -31,7 +31,7 @@ class App:
         try:
             await self._serve(scope, exchange)
         except DsecError as error:
-            await exchange.refuse(error)
+            await exchange.refuse(error)  # Cut, which the server below closes the connection for, comes out of it
         except Vanished:
             log.debug("%s: the client left within its request", exchange.request_id)
         except Exception:  # the edge of this request's task
@@ -52,7 +52,7 @@ class App:
         if route.keyed and exchange.key is not None:
             ids.check_key(exchange.key)
         exchange.params = [codec.path_segment(segment) for segment in params]
-        exchange.fields = codec.query_fields(exchange.query, entry.allowed)
+        exchange.fields = codec.query_fields(exchange.query, entry.allowed, entry.exact)
         body: Any = None
         if entry.codec is not None:
             raw = await exchange.body()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -65,13 +66,20 @@ def path_segment(raw: bytes) -> str:
         raise InvalidSpec.field("path", raw, "percent-encoded UTF-8") from error
 
 
-def query_fields(raw: bytes, allowed: frozenset[str]) -> dict[str, list[str]]:
-    """The query's fields. Raises InvalidSpec for one that the call does not have."""
+def query_fields(raw: bytes, allowed: frozenset[str], exact: frozenset[str] = frozenset()) -> dict[str, list[str]]:
+    """The query's fields. Raises InvalidSpec for one that the call does not have.
+
+    `exact` ones may be any bytes: what is not UTF-8 in them is escaped as by `os.fsdecode`.
+    """
     if not raw:
         return {}
     fields: dict[str, list[str]] = {}
     try:
-        pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_MAX_FIELDS)
+        pairs = parse_qsl(
+            raw.decode("ascii"), keep_blank_values=True, errors="surrogateescape", max_num_fields=QUERY_MAX_FIELDS
+        )
+        for name, value in pairs:
+            (name if name in exact else name + value).encode()
     except ValueError as error:  # too many, or not UTF-8
         raise InvalidSpec.field("query", raw, f"at most {QUERY_MAX_FIELDS} fields in percent-encoded UTF-8") from error
     for name, value in pairs:
@@ -89,6 +97,22 @@ def one(fields: dict[str, list[str]], name: str) -> str | None:
     if len(values) > 1:
         raise InvalidSpec.field(name, values, "one value")
     return values[0]
+
+
+def path(fields: dict[str, list[str]], name: str) -> bytes:
+    """A field with a path in a sandbox."""
+    text = one(fields, name)
+    if text is None:
+        raise InvalidSpec.field(name, None, "a path in the sandbox, percent-encoded")
+    return os.fsencode(text)
+
+
+def flag(fields: dict[str, list[str]], name: str) -> bool:
+    """A field that is 1 or 0; without it, no."""
+    text = one(fields, name)
+    if text not in (None, "0", "1", "false", "true"):
+        raise InvalidSpec.field(name, text, "1 or 0")
+    return text in ("1", "true")
 
 
 def number(fields: dict[str, list[str]], name: str, default: T, to: type[T]) -> T:

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from dsec.model.errors import DsecError, InvalidSpec
+from dsec.model.errors import DsecError, InvalidSpec, Unavailable
 from dsec.model.limits import REQUEST_MAX_BYTES
 from dsec.node.http import codec
 from dsec.node.steps import WireError
@@ -35,6 +35,7 @@ class Exchange:
         "_receive",
         "_send",
         "_sending",
+        "bare",
         "caller",
         "fields",
         "headers",
@@ -58,6 +59,7 @@ class Exchange:
         self.params: list[str] = []
         self.fields: dict[str, list[str]] = {}
         self.started = False
+        self.bare = False
         self.sent_at = 0.0
 
     @property
@@ -91,6 +93,17 @@ class Exchange:
             raise Vanished
         return b"".join(parts)
 
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises BodyCut when the client leaves before its end."""
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise BodyCut("the client left before the body was whole")
+            more = bool(message.get("more_body"))
+            if piece := message.get("body", b""):
+                yield piece
+
     async def gone(self) -> None:
         """Until the client has left."""
         while (await self._receive())["type"] != "http.disconnect":
@@ -121,6 +134,9 @@ class Exchange:
         """An error as the answer; within a stream, as its last item."""
         error.request_id = self.request_id
         wire = WireError.of(error)
+        if self.bare:
+            # There is no room for it among bytes. Without their end the client knows that they are not whole.
+            raise Cut(str(error)) from error
         if self.started:
             await self.item({"error": wire})
             await self.finish()
@@ -143,6 +159,16 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             self.sent_at = time.monotonic()
 
+    async def open(self, media_type: bytes, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """The head of an answer of bytes, whose end is its proof of being whole: `data`, then `finish`, or `cut`."""
+        self.started = self.bare = True
+        headers = [(b"content-type", media_type), (b"x-request-id", self.request_id.encode()), *extra]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def data(self, data: bytes) -> None:
+        """Some bytes of such an answer."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
     async def heartbeat(self) -> None:
         """An empty item when nothing was sent for a while. A client that does not read gets none."""
         if not self._sending.locked() and time.monotonic() - self.sent_at >= HEARTBEAT_S / 2:
@@ -151,6 +177,16 @@ class Exchange:
     async def finish(self) -> None:
         """The end of a stream."""
         await self._send({"type": "http.response.body", "body": b""})
+
+
+class BodyCut(Unavailable):
+    """The client left in the middle of a body that is taken as it comes: what it was for is not done."""
+
+    code = "body_cut"
+
+
+class Cut(Exception):
+    """An answer of bytes ends before it is whole: its connection is closed."""
 
 
 class Vanished(Exception):

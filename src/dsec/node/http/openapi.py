@@ -11,7 +11,8 @@ import msgspec
 
 from dsec.model.limits import KEY_MAX_CHARS
 from dsec.node.agent import VERSION
-from dsec.node.http.routes import ROUTES, Route
+from dsec.node.http.route import Route
+from dsec.node.http.routes import ROUTES
 from dsec.node.steps import WireError
 
 _REF = "#/components/schemas/{name}"
@@ -27,6 +28,10 @@ _KEY = {
     "description": "The same key with the same content is answered with what came back the first time.",
     "schema": {"type": "string", "minLength": 1, "maxLength": KEY_MAX_CHARS, "pattern": r"^[!-~]+$"},
 }
+
+
+_EXACT = {"type": "string", "description": "any bytes, percent-encoded", "minLength": 1}
+_OCTETS = {"type": "string", "contentEncoding": "binary"}
 
 
 def document() -> dict[str, Any]:
@@ -75,7 +80,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         for name in re.findall(r"\{(\w+)\}", route.path)
     ]
     parameters += [
-        {"name": name, "in": "query", "required": False, "schema": schemas[repr(kind)]} for name, kind in route.query
+        {"name": name, "in": "query", "required": False, "schema": _EXACT if kind is bytes else schemas[repr(kind)]}
+        for name, kind in route.query
     ]
     if route.keyed:
         parameters.append(_KEY)
@@ -92,6 +98,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
             "required": not route.body_optional,
             "content": {_JSON: {"schema": schema}, _MSGPACK: {"schema": schema}},
         }
+    if route.octets_in:
+        operation["requestBody"] = {"required": True, "content": {route.octets_in: {"schema": _OCTETS}}}
     if route.open:
         operation["security"] = []
     return operation
@@ -105,6 +113,8 @@ def _responses(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         item = schemas[repr(route.item)]
         content[_NDJSON] = {"schema": {"type": "string", "description": "one JSON item a line"}, "x-item": item}
         content[_SEQ] = {"schema": {"type": "string", "contentEncoding": "binary"}, "x-item": item}
+    if route.octets_out:
+        content[route.octets_out] = {"schema": _OCTETS}
     error = {"schema": schemas[repr(WireError)]}
     responses = {str(route.status): {"description": route.summary, "content": content}}
     if route.status == 201:

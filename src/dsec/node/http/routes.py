@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +15,8 @@ from dsec.node.core import value_of
 from dsec.node.http import codec, streams
 from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
+from dsec.node.http.files import FILE_ROUTES
+from dsec.node.http.route import Route, S
 from dsec.node.layers import ImportRequest
 from dsec.node.runs import Flight, decode_result, never_launched
 from dsec.node.steps import Answer, WireError
@@ -124,27 +124,6 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How many sandboxes were stopped."""
 
     stopped: int
-
-
-Handler = Callable[[Node, Exchange, Any], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Route:
-    """One call."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    body: Any = None
-    answer: Any = None
-    item: Any = None  # what a stream consists of
-    status: int = 200
-    query: tuple[tuple[str, Any], ...] = ()
-    keyed: bool = False
-    open: bool = False  # no authentication
-    body_optional: bool = False
 
 
 async def health(node: Node, ex: Exchange, _: None) -> None:
@@ -278,7 +257,6 @@ async def document(node: Node, ex: Exchange, _: None) -> None:
     await ex.reply_bytes(200, openapi.text(), msgpack=False)
 
 
-S = "/v1/sandboxes"
 _LIST_QUERY = (("label", list[str]), ("job", str), ("state", list[str]), ("limit", int), ("cursor", str))
 _RUN_QUERY = (("stream", Literal["0", "1"]), ("stdout_offset", int), ("stderr_offset", int))
 
@@ -328,6 +306,7 @@ ROUTES: tuple[Route, ...] = (
         answer=SandboxInfo,
         keyed=True,
     ),
+    *FILE_ROUTES,
     Route("GET", "/v1/layers", layers, "All layers", answer=LayerList),
     Route("POST", "/v1/layers:import", import_layer, "Make a layer", body=ImportRequest, item=ImportItem, keyed=True),
     Route("GET", "/v1/layers/{ref}", layer, "One layer", answer=LayerInfo),
@@ -372,9 +351,10 @@ class Table:
 class Entry:
     """A route, prepared."""
 
-    __slots__ = ("allowed", "codec", "route")
+    __slots__ = ("allowed", "codec", "exact", "route")
 
     def __init__(self, route: Route) -> None:
         self.route = route
         self.allowed = frozenset(name for name, _ in route.query)
+        self.exact = frozenset(name for name, kind in route.query if kind is bytes)
         self.codec = None if route.body is None else codec.Codec(route.body)
