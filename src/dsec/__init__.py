@@ -47,13 +47,16 @@ if TYPE_CHECKING:
         Unscored,
         Unsupported,
     )
+    from dsec.model.files import Entry, FileEvent, TreeReport
     from dsec.model.specs import Spec
     from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
     from dsec.sdk._async.batch import AsyncBatch
     from dsec.sdk._async.client import AsyncClient, AsyncJob
+    from dsec.sdk._async.files import AsyncFiles, AsyncWatch
     from dsec.sdk._async.sandbox import AsyncSandbox
     from dsec.sdk._sync.batch import Batch
     from dsec.sdk._sync.client import Client, Job
+    from dsec.sdk._sync.files import Files, Watch
     from dsec.sdk._sync.sandbox import Sandbox
     from dsec.sdk.values import ProcessInfo
 
@@ -62,8 +65,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncBatch",
     "AsyncClient",
+    "AsyncFiles",
     "AsyncJob",
     "AsyncSandbox",
+    "AsyncWatch",
     "Batch",
     "Capabilities",
     "Capability",
@@ -76,10 +81,13 @@ __all__ = [
     "Denied",
     "Diverged",
     "DsecError",
+    "Entry",
     "Exhausted",
     "FileError",
+    "FileEvent",
     "FileExists",
     "FileNotFound",
+    "Files",
     "InvalidSpec",
     "InvalidState",
     "IsADirectory",
@@ -105,16 +113,19 @@ __all__ = [
     "SandboxLost",
     "SnapshotFailed",
     "Spec",
+    "TreeReport",
     "Unauthenticated",
     "Unavailable",
     "Unknown",
     "Unscored",
     "Unsupported",
     "Usage",
+    "Watch",
     "__version__",
 ]
 
 _HOMES = {
+    "dsec.model.files": ("Entry", "FileEvent", "TreeReport"),
     "dsec.model.specs": ("Spec",),
     "dsec.model.states": (
         "Capabilities",
@@ -127,9 +138,11 @@ _HOMES = {
     ),
     "dsec.sdk._async.batch": ("AsyncBatch",),
     "dsec.sdk._async.client": ("AsyncClient", "AsyncJob"),
+    "dsec.sdk._async.files": ("AsyncFiles", "AsyncWatch"),
     "dsec.sdk._async.sandbox": ("AsyncSandbox",),
     "dsec.sdk._sync.batch": ("Batch",),
     "dsec.sdk._sync.client": ("Client", "Job"),
+    "dsec.sdk._sync.files": ("Files", "Watch"),
     "dsec.sdk._sync.sandbox": ("Sandbox",),
     "dsec.sdk.values": ("ProcessInfo",),
 }

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import DsecError, InvalidSpec, Retry, from_wire
+from dsec.model.files import FileEvent, TreeReport
 from dsec.model.states import LayerInfo, RunResult, SandboxInfo
 from dsec.sdk.http1 import Garbage
 
@@ -69,6 +70,23 @@ class ImportItem(msgspec.Struct):
 
     progress: str | None = None
     layer: LayerInfo | None = None
+    error: ErrorBody | None = None
+
+
+class TreeItem(msgspec.Struct):
+    """One item of a tree's stream."""
+
+    data: bytes = b""
+    report: TreeReport | None = None
+    error: ErrorBody | None = None
+
+
+class WatchItem(msgspec.Struct):
+    """One item of a watch."""
+
+    ready: bool = False
+    event: FileEvent | None = None
+    ended: str | None = None
     error: ErrorBody | None = None
 
 
@@ -145,9 +163,20 @@ class Items:
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 
 
-def quote(text: str) -> str:
+def query(**fields: str | bytes | int | bool | None) -> str:
+    """A query string; what is None or False is left out."""
+    parts = []
+    for name, value in fields.items():
+        if value is None or value is False:
+            continue
+        text = "1" if value is True else str(value) if isinstance(value, int) else value
+        parts.append(f"{name}={quote(text)}")
+    return "?" + "&".join(parts) if parts else ""
+
+
+def quote(text: str | bytes) -> str:
     """One path segment or query value, percent-encoded."""
-    data = text.encode("utf-8", "surrogateescape")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
     if all(byte in _SAFE for byte in data):
-        return text
+        return data.decode("ascii")
     return "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in data)

@@ -23,6 +23,22 @@ class Garbage(Exception):
     """What came back is not HTTP/1.1, or not what a dsec server says."""
 
 
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def head(method: str, path: str, common: bytes, headers: Mapping[str, str], size: int | None) -> bytes:
+    """The head of a request whose body follows: so many bytes, or chunks up to `LAST_CHUNK`."""
+    framing = b"Transfer-Encoding: chunked\r\n" if size is None else b"Content-Length: %d\r\n" % size
+    lines = [f"{method} {path} HTTP/1.1\r\n".encode("ascii"), common, framing]
+    lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
+    return b"".join([*lines, b"\r\n"])
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a body; not an empty one, which would end it."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 def request(method: str, path: str, common: bytes, headers: Mapping[str, str], body: bytes) -> bytes:
     """The bytes of one request. `common` are header lines that do not change between requests."""
     lines = [f"{method} {path} HTTP/1.1\r\n".encode("ascii"), common]

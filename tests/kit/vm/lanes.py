@@ -26,14 +26,16 @@ INSIDE = {
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
         "tests/root/test_full_disk.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
+        "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",
     ),
-    "security": ("tests/security/test_container.py",),
+    "security": ("tests/security/test_container.py", "tests/security/test_file_helper.py"),
 }  # fmt: skip
 # The rest, and why. A file of these lanes that stands in neither table fails a unit test.
 LEFT_OUT = {
     "tests/contract/test_fake.py": "no kernel is involved",
     "tests/contract/test_native_vectors.py": "no kernel is involved",
     "tests/contract/test_openapi.py": "HTTP over the fake backend",
+    "tests/contract/test_sdk_files.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_node.py": "the SDK over the fake backend",
     "tests/root/test_bench.py": "compares with Docker, runc and a C program built on the spot; a guest has no network",
     "tests/root/test_wheel.py": "builds with cargo and pip; a guest has neither compilers nor network",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +18,7 @@ from dsec.sdk._async.run import AsyncRun
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
+    from dsec.sdk._async.files import AsyncFiles
 
 
 class _Processes(msgspec.Struct):
@@ -87,6 +89,13 @@ class AsyncSandbox:
         if check and not result.ok:
             raise values.command_failed(command, result, self._id)
         return result
+
+    @cached_property
+    def files(self) -> AsyncFiles:
+        """Its files."""
+        from dsec.sdk._async.files import AsyncFiles  # what it needs is not loaded for those who only run programs
+
+        return AsyncFiles(self._client, self._path)
 
     async def stop(self, *, grace_s: float = limits.GRACE_DEFAULT_S) -> SandboxInfo:
         """Stop it for good: SIGTERM, and after `grace_s` seconds the end of everything. Can be repeated."""

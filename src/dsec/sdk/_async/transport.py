@@ -7,13 +7,14 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dsec.model.errors import NodeUnreachable
-from dsec.sdk import codec
+from dsec.sdk import codec, http1
 from dsec.sdk._async.net import AsyncConn, AsyncPool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
 
 if TYPE_CHECKING:
+    from dsec.sdk.bodies import Body
     from dsec.sdk.tunnel import Tunnel
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class AsyncAnswer:
         self._transport = transport
         self._conn = conn
         self._response = Response()
+        self._last = False
 
     @property
     def head(self) -> Head:
@@ -65,13 +67,17 @@ class AsyncAnswer:
                 raise Garbage(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def last(self) -> None:
+        """Nothing else can be asked on its connection."""
+        self._last = True
+
     def close(self) -> None:
         """Drop it with its connection; after the end it does nothing."""
         if not self._response.done:
             self._conn.close()
 
     def _release(self) -> None:
-        if self._response.clean:
+        if self._response.clean and not self._last:
             self._conn.used = True
             self._transport.pool.give(self._conn)
         else:
@@ -184,13 +190,29 @@ class AsyncTransport:
         self, method: str, path: str, *, body: bytes = b"", key: str | None = None, accept: str = codec.MSGPACK
     ) -> AsyncAnswer:
         """One try: sent, and the head of the answer read. An error status raises what it stands for."""
-        headers = {"Accept": codec.MSGPACK if accept == codec.MSGPACK else f"{accept}, {codec.MSGPACK}"}
+        headers = _headers(key, accept)
         if body:
             headers["Content-Type"] = codec.MSGPACK
-        if key is not None:
-            headers["Idempotency-Key"] = key
         data = request(method, self.target.prefix + path, self._common, headers, body)
-        answer = await self._send(data)
+        return await self._accepted(await self._send(data))
+
+    async def upload(self, method: str, path: str, to: type[T], body: Body, *, key: str | None = None) -> T:
+        """One request whose body is sent as it is made, and its decoded answer. Safe to repeat, as `call`."""
+        retry = AsyncRetry(self)
+        while True:
+            try:
+                answer = await self._accepted(await self._send_body(method, path, body, key))
+                try:
+                    data = await answer.read()
+                finally:
+                    answer.close()
+                return codec.decode(data, to)
+            except Broken as error:
+                await retry.after(error)
+            except Garbage as error:
+                raise self.garbage(error) from error
+
+    async def _accepted(self, answer: AsyncAnswer) -> AsyncAnswer:
         try:
             if answer.head.status >= 300:
                 await self._raise_error(answer)
@@ -258,6 +280,32 @@ class AsyncTransport:
                 answer.close()
                 raise
 
+    async def _send_body(self, method: str, path: str, body: Body, key: str | None) -> AsyncAnswer:
+        head = http1.head(method, self.target.prefix + path, self._common, _headers(key, codec.MSGPACK), body.size)
+        patience_s = self.timing.patience_s + self.timing.health_s
+        # On a connection of its own: a kept one that the server has closed would be found out after much was sent.
+        conn = await self._connect()
+        answer = AsyncAnswer(self, conn)
+        try:
+            await conn.send(head, patience_s)
+            for piece in body.pieces():
+                await conn.send(piece if body.size is not None else http1.chunk(piece), patience_s)
+                if not conn.idle():
+                    # It has answered: no more of this is wanted, and the connection is in the middle of it.
+                    await answer.start()
+                    answer.last()
+                    return answer
+            if body.size is None:
+                await conn.send(http1.LAST_CHUNK, patience_s)
+            await answer.start()
+            return answer
+        except TimeoutError as error:
+            answer.close()
+            raise self.unreachable("it does not read what is sent") from error
+        except BaseException:  # also cancelled: a connection with half an answer on it is not used again
+            answer.close()
+            raise
+
     async def _connect(self) -> AsyncConn:
         try:
             return await connect(self.target, self._tunnel, self.timing.connect_s)
@@ -297,6 +345,13 @@ class AsyncTransport:
         return NodeUnreachable(
             f"what answers at {url} is not a dsec server: {error}; check the URL", detail={"url": url}
         )
+
+
+def _headers(key: str | None, accept: str) -> dict[str, str]:
+    headers = {"Accept": codec.MSGPACK if accept == codec.MSGPACK else f"{accept}, {codec.MSGPACK}"}
+    if key is not None:
+        headers["Idempotency-Key"] = key
+    return headers
 
 
 def _tunnel(target: Target) -> Tunnel | None:

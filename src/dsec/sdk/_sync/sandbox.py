@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +20,7 @@ from dsec.sdk._sync.run import Run
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.files import Files
 
 
 class _Processes(msgspec.Struct):
@@ -89,6 +91,13 @@ class Sandbox:
         if check and not result.ok:
             raise values.command_failed(command, result, self._id)
         return result
+
+    @cached_property
+    def files(self) -> Files:
+        """Its files."""
+        from dsec.sdk._sync.files import Files  # what it needs is not loaded for those who only run programs
+
+        return Files(self._client, self._path)
 
     def stop(self, *, grace_s: float = limits.GRACE_DEFAULT_S) -> SandboxInfo:
         """Stop it for good: SIGTERM, and after `grace_s` seconds the end of everything. Can be repeated."""

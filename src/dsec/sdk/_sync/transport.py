@@ -9,13 +9,14 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dsec.model.errors import NodeUnreachable
-from dsec.sdk import codec
+from dsec.sdk import codec, http1
 from dsec.sdk._sync.net import Conn, Pool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
 
 if TYPE_CHECKING:
+    from dsec.sdk.bodies import Body
     from dsec.sdk.tunnel import Tunnel
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Answer:
         self._transport = transport
         self._conn = conn
         self._response = Response()
+        self._last = False
 
     @property
     def head(self) -> Head:
@@ -67,13 +69,17 @@ class Answer:
                 raise Garbage(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def last(self) -> None:
+        """Nothing else can be asked on its connection."""
+        self._last = True
+
     def close(self) -> None:
         """Drop it with its connection; after the end it does nothing."""
         if not self._response.done:
             self._conn.close()
 
     def _release(self) -> None:
-        if self._response.clean:
+        if self._response.clean and not self._last:
             self._conn.used = True
             self._transport.pool.give(self._conn)
         else:
@@ -186,13 +192,29 @@ class Transport:
         self, method: str, path: str, *, body: bytes = b"", key: str | None = None, accept: str = codec.MSGPACK
     ) -> Answer:
         """One try: sent, and the head of the answer read. An error status raises what it stands for."""
-        headers = {"Accept": codec.MSGPACK if accept == codec.MSGPACK else f"{accept}, {codec.MSGPACK}"}
+        headers = _headers(key, accept)
         if body:
             headers["Content-Type"] = codec.MSGPACK
-        if key is not None:
-            headers["Idempotency-Key"] = key
         data = request(method, self.target.prefix + path, self._common, headers, body)
-        answer = self._send(data)
+        return self._accepted(self._send(data))
+
+    def upload(self, method: str, path: str, to: type[T], body: Body, *, key: str | None = None) -> T:
+        """One request whose body is sent as it is made, and its decoded answer. Safe to repeat, as `call`."""
+        retry = Retry(self)
+        while True:
+            try:
+                answer = self._accepted(self._send_body(method, path, body, key))
+                try:
+                    data = answer.read()
+                finally:
+                    answer.close()
+                return codec.decode(data, to)
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self.garbage(error) from error
+
+    def _accepted(self, answer: Answer) -> Answer:
         try:
             if answer.head.status >= 300:
                 self._raise_error(answer)
@@ -260,6 +282,32 @@ class Transport:
                 answer.close()
                 raise
 
+    def _send_body(self, method: str, path: str, body: Body, key: str | None) -> Answer:
+        head = http1.head(method, self.target.prefix + path, self._common, _headers(key, codec.MSGPACK), body.size)
+        patience_s = self.timing.patience_s + self.timing.health_s
+        # On a connection of its own: a kept one that the server has closed would be found out after much was sent.
+        conn = self._connect()
+        answer = Answer(self, conn)
+        try:
+            conn.send(head, patience_s)
+            for piece in body.pieces():
+                conn.send(piece if body.size is not None else http1.chunk(piece), patience_s)
+                if not conn.idle():
+                    # It has answered: no more of this is wanted, and the connection is in the middle of it.
+                    answer.start()
+                    answer.last()
+                    return answer
+            if body.size is None:
+                conn.send(http1.LAST_CHUNK, patience_s)
+            answer.start()
+            return answer
+        except TimeoutError as error:
+            answer.close()
+            raise self.unreachable("it does not read what is sent") from error
+        except BaseException:  # also cancelled: a connection with half an answer on it is not used again
+            answer.close()
+            raise
+
     def _connect(self) -> Conn:
         try:
             return connect(self.target, self._tunnel, self.timing.connect_s)
@@ -299,6 +347,13 @@ class Transport:
         return NodeUnreachable(
             f"what answers at {url} is not a dsec server: {error}; check the URL", detail={"url": url}
         )
+
+
+def _headers(key: str | None, accept: str) -> dict[str, str]:
+    headers = {"Accept": codec.MSGPACK if accept == codec.MSGPACK else f"{accept}, {codec.MSGPACK}"}
+    if key is not None:
+        headers["Idempotency-Key"] = key
+    return headers
 
 
 def _tunnel(target: Target) -> Tunnel | None:

@@ -1,0 +1,314 @@
+# Generated from dsec/sdk/_async/files.py by scripts/generate_sync.py: edit that file.
+
+"""`sbx.files`: the files of a sandbox."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from dsec.model.errors import FileNotFound
+from dsec.model.files import Entry, FileEvent, Listing, TreeReport
+from dsec.model.ids import new_key
+from dsec.sdk import bodies, codec, local
+from dsec.sdk._sync.transport import Items, Retry
+from dsec.sdk.http1 import Broken, Garbage
+
+if TYPE_CHECKING:
+    from dsec.sdk._sync.client import Client
+
+OCTETS = "application/octet-stream"
+
+RemotePath = str | bytes | os.PathLike[str]
+LocalPath = str | os.PathLike[str]
+
+
+class _Nothing(msgspec.Struct):
+    """An answer without content."""
+
+
+class Files:
+    """Files of one sandbox, with the rights of its user (or another of its users, by `user=`).
+
+    Paths are those of the sandbox, absolute or relative to its directory; names that are not UTF-8 are bytes, or str as
+    `os.fsdecode` gives. Errors are FileNotFound, FileExists, IsADirectory, PermissionDenied, NoSpace (the sandbox's own
+    disk) and FileError for the rest, all of them OSErrors, with the kernel's name in `detail["errno"]`.
+    """
+
+    def __init__(self, client: Client, path: str) -> None:
+        self._transport = client.transport
+        self._path = f"{path}/files"
+
+    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None) -> bytes:
+        """The bytes of a regular file: all of them, or at most `length` from `offset` on."""
+        query = codec.query(path=_path(path), offset=offset or None, length=length, user=user)
+        retry = Retry(self._transport)
+        while True:
+            try:
+                answer = self._transport.open("GET", self._path + query, accept=OCTETS)
+                try:
+                    return answer.read()
+                finally:
+                    answer.close()
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error
+
+    def read_text(
+        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
+    ) -> str:
+        """The text of a file. UnicodeDecodeError: it is none; with `errors="replace"` as well as it goes."""
+        return (self.read(path, user=user)).decode(encoding, errors)
+
+    def write(
+        self,
+        path: RemotePath,
+        data: str | bytes | bytearray | memoryview,
+        *,
+        mode: int | None = None,
+        parents: bool = True,
+        exclusive: bool = False,
+        user: str | None = None,
+    ) -> Entry:
+        """Write a whole file: it is there with all of `data` when this returns, or as it was before when this raises.
+
+        A file that is replaced keeps its mode, a new one has 0o644. `parents`: directories above it are made.
+        `exclusive`: FileExists when it is there.
+        """
+        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
+        key = new_key() if exclusive else None
+        return (self._transport.upload("PUT", self._path + query, Entry, _bytes(data), key=key)).exact()
+
+    def append(
+        self,
+        path: RemotePath,
+        data: str | bytes | bytearray | memoryview,
+        *,
+        mode: int | None = None,
+        parents: bool = True,
+        user: str | None = None,
+    ) -> Entry:
+        """Add to the end of a file, once, and make it if it is not there."""
+        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, user=user)
+        body = _bytes(data)
+        return (self._transport.upload("POST", f"{self._path}:append{query}", Entry, body, key=new_key())).exact()
+
+    def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> Entry:
+        """One file of any type; with `follow=False` a symbolic link itself."""
+        query = codec.query(path=_path(path), follow=None if follow else 0, user=user)
+        return (self._transport.call("GET", f"{self._path}:stat{query}", Entry)).exact()
+
+    def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+        """Whether something is there; a symbolic link that leads nowhere is not."""
+        try:
+            self.stat(path, user=user)
+        except FileNotFound:
+            return False
+        return True
+
+    def list(self, path: RemotePath = ".", *, user: str | None = None) -> list[Entry]:
+        """What is in a directory, in the byte order of the names."""
+        entries: list[Entry] = []
+        cursor: bytes | None = None
+        while True:
+            query = codec.query(path=_path(path), cursor=cursor, user=user)
+            page = self._transport.call("GET", f"{self._path}:list{query}", Listing)
+            entries.extend(entry.exact() for entry in page.items)
+            cursor = page.next_cursor
+            if cursor is None:
+                return entries
+
+    def mkdir(
+        self, path: RemotePath, *, parents: bool = False, mode: int | None = None, user: str | None = None
+    ) -> Entry:
+        """Make a directory. With `parents` also those above it, and one that is there is fine; else FileExists."""
+        query = codec.query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
+        return self._change("mkdir", query)
+
+    def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
+        """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
+        query = codec.query(path=_path(path), recursive=recursive, user=user)
+        self._transport.call("POST", f"{self._path}:remove{query}", _Nothing, key=new_key())
+
+    def move(self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: str | None = None) -> Entry:
+        """Give a file or directory another place. `replace`: also where something is (not a full directory)."""
+        query = codec.query(source=_path(source), target=_path(target), replace=replace, user=user)
+        return self._change("move", query)
+
+    def chmod(self, path: RemotePath, mode: int, *, user: str | None = None) -> Entry:
+        """Set the permission bits of a file, as `0o755`."""
+        return self._change("chmod", codec.query(path=_path(path), mode=_octal(mode), user=user))
+
+    def upload(
+        self,
+        source: LocalPath,
+        target: RemotePath,
+        *,
+        on_progress: bodies.Progress | None = None,
+        user: str | None = None,
+    ) -> TreeReport:
+        """Copy a local file, or a directory with all below it, into the sandbox; `target` is its new path there.
+
+        A file is whole or not there. A directory may be half there when this raises; what is in the way of its files is
+        replaced, other files beside them stay. `on_progress(done, total)`: bytes; the total of a tree is None.
+        """
+        body = bodies.of_local(Path(source), on_progress)
+        if isinstance(body, bodies.LocalTree):
+            query = codec.query(path=_path(target), parents=True, user=user)
+            return self._transport.upload("PUT", f"{self._path}:tree{query}", TreeReport, body)
+        query = codec.query(path=_path(target), mode=_octal(body.mode), parents=True, user=user)
+        entry = self._transport.upload("PUT", self._path + query, Entry, body)
+        return TreeReport(entries=1, bytes=entry.size)
+
+    def download(
+        self,
+        source: RemotePath,
+        target: LocalPath,
+        *,
+        on_progress: bodies.Progress | None = None,
+        user: str | None = None,
+    ) -> TreeReport:
+        """Copy a file, or a directory with all below it, out of the sandbox; `target` is its new path here.
+
+        A file is whole or not there. What a sandbox says is not trusted: nothing of a directory lands outside `target`,
+        no owner and no set-id bit is taken over, and what is no file, directory or link inside it is left out and said
+        so in the report.
+        """
+        entry = self.stat(source, user=user)
+        retry = Retry(self._transport)
+        while True:
+            try:
+                if entry.type == "directory":
+                    return self._download_tree(source, local.Tree(Path(target), on_progress), user)
+                with local.File(Path(target), on_progress) as file:
+                    return self._download_file(source, file, user)
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error
+
+    def watch(self, path: RemotePath = ".", *, recursive: bool = True, user: str | None = None) -> Watch:
+        """Changes of a directory or file as they happen: a context manager to iterate.
+
+        Entering it waits until nothing is missed. The iteration ends when what is watched is removed or moved.
+        """
+        return Watch(self, codec.query(path=_path(path), recursive=recursive, user=user))
+
+    def _change(self, call: str, query: str) -> Entry:
+        return (self._transport.call("POST", f"{self._path}:{call}{query}", Entry, key=new_key())).exact()
+
+    def _download_file(self, source: RemotePath, file: local.File, user: str | None) -> TreeReport:
+        query = codec.query(path=_path(source), user=user)
+        answer = self._transport.open("GET", self._path + query, accept=OCTETS)
+        try:
+            size = answer.head.headers.get(b"x-dsec-size", b"")
+            file.expect(int(size) if size.isdigit() else None)
+            while data := answer.piece():
+                file.write(data)
+        finally:
+            answer.close()
+        return file.done()
+
+    def _download_tree(self, source: RemotePath, tree: local.Tree, user: str | None) -> TreeReport:
+        query = codec.query(path=_path(source), user=user)
+        items = self._transport.stream("GET", f"{self._path}:tree{query}")
+        try:
+            while True:
+                item = items.next(codec.TreeItem)
+                if item.data:
+                    tree.feed(item.data)
+                if item.error is not None:
+                    raise item.error.error()
+                if item.report is not None:
+                    items.drain()
+                    return tree.done(item.report)
+        finally:
+            items.close()
+            tree.close()
+
+
+class Watch:
+    """Changes below a path of a sandbox; see `files.watch`."""
+
+    def __init__(self, files: Files, query: str) -> None:
+        self._transport = files._transport
+        self._call = f"{files._path}:watch{query}"
+        self._items: Items | None = None
+        self._over = False
+
+    def __enter__(self) -> Self:
+        retry = Retry(self._transport)
+        while self._items is None:
+            self._connect(retry)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._over = True
+        if self._items is not None:
+            self._items.close()
+
+    def __iter__(self) -> Iterator[FileEvent]:
+        """Each change. `overflow` says that some were missed, also while the connection was broken."""
+        while not self._over:
+            if self._items is None:
+                self._connect(Retry(self._transport))
+                yield FileEvent(kind="overflow")
+            event = self._next()
+            if event is not None:
+                yield event
+
+    def _next(self) -> FileEvent | None:
+        if self._items is None:
+            return None
+        try:
+            item = self._items.next(codec.WatchItem)
+        except Broken:
+            self._items = None
+            return None
+        except Garbage as error:
+            raise self._transport.garbage(error) from error
+        if item.error is not None:
+            raise item.error.error()
+        if item.ended is not None:
+            self.close()
+        return item.event
+
+    def _connect(self, retry: Retry) -> None:
+        while True:
+            try:
+                items = self._transport.stream("GET", self._call)
+                item = items.next(codec.WatchItem)
+                while not item.ready:
+                    if item.error is not None:
+                        raise item.error.error()
+                    item = items.next(codec.WatchItem)
+                self._items = items
+                return
+            except Broken as error:
+                retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error
+
+
+def _path(path: RemotePath) -> bytes:
+    return os.fsencode(path)
+
+
+def _octal(mode: int | None) -> str | None:
+    return None if mode is None else f"{mode:o}"
+
+
+def _bytes(data: str | bytes | bytearray | memoryview) -> bodies.Bytes:
+    return bodies.Bytes(data.encode() if isinstance(data, str) else bytes(data))

@@ -1,0 +1,260 @@
+"""Local files that are made of what a sandbox sends, which is not trusted."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from dsec.model.errors import FileError
+from dsec.model.files import Skipped, SkippedEntry, TreeReport
+from dsec.sdk.bodies import PIECE_BYTES, Progress
+
+_NAMED_MAX: Final = 100
+# Of what comes, so much waits for the unpacking to take it.
+_WAITING_MAX: Final = 8
+
+
+class File:
+    """One file: under a name of its own until it is whole."""
+
+    def __init__(self, path: Path, on_progress: Progress | None) -> None:
+        self._path = path
+        self._on_progress = on_progress
+        self._total: int | None = None
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        if self._path.is_dir():
+            raise IsADirectoryError(f"{self._path} is a directory; name the file to be made")
+        handle, name = tempfile.mkstemp(prefix=f".{self._path.name[:64]}.", dir=self._path.parent)
+        self._temp = Path(name)
+        self._file = os.fdopen(handle, "wb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._temp.unlink(missing_ok=True)
+
+    def expect(self, size: int | None) -> None:
+        """So many bytes will come."""
+        self._total = size
+
+    def write(self, data: bytes) -> None:
+        """More of it."""
+        self._file.write(data)
+        self._done += len(data)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+    def done(self) -> TreeReport:
+        """That was all: it gets its name."""
+        self._file.close()
+        umask = os.umask(0)
+        os.umask(umask)
+        self._temp.chmod(0o666 & ~umask)
+        self._temp.replace(self._path)
+        return TreeReport(entries=1, bytes=self._done)
+
+
+class Tree:
+    """A directory, unpacked from a tar archive as it comes, by a thread of its own."""
+
+    def __init__(self, root: Path, on_progress: Progress | None) -> None:
+        self._root = root
+        self._on_progress = on_progress
+        self._pipe = _Pipe()
+        self._error: BaseException | None = None
+        self._left_out: list[SkippedEntry] = []
+        self._left_out_count = 0
+        self._bytes = 0
+        self._thread = threading.Thread(target=self._unpack, name="dsec-download", daemon=True)
+        self._thread.start()
+
+    def feed(self, data: bytes) -> None:
+        """More of the archive; waits while the disk is behind."""
+        if not self._pipe.put(data):
+            self._raise()
+
+    def done(self, report: TreeReport) -> TreeReport:
+        """That was all. What was sent and what of it is here."""
+        self.close()
+        self._raise()
+        sent = report.skipped
+        named = (*sent.named, *self._left_out)[:_NAMED_MAX]
+        skipped = Skipped(count=sent.count + self._left_out_count, named=named)
+        return msgspec.structs.replace(report, skipped=skipped)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._pipe.end()
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if isinstance(self._error, tarfile.TarError):
+            raise FileError(f"what the sandbox sent is no tar archive: {self._error}") from self._error
+        if self._error is not None:
+            raise self._error
+
+    def _unpack(self) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            modes: list[tuple[Path, int]] = []
+            with tarfile.open(fileobj=self._pipe, mode="r|", bufsize=PIECE_BYTES) as archive:  # type: ignore[call-overload]  # it reads, no more is asked of it
+                for member in archive:
+                    self._place(archive, member, modes)
+            # Last, and the deepest first: one that may not be written would be in the way of what is below it.
+            for path, mode in reversed(modes):
+                path.chmod(mode)
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whatever it is, its caller's thread raises it
+            self._error = error
+        finally:
+            self._pipe.refuse()
+
+    def _place(self, archive: tarfile.TarFile, member: tarfile.TarInfo, modes: list[tuple[Path, int]]) -> None:
+        parts = [part for part in member.name.split("/") if part not in ("", ".")]
+        if member.name.startswith("/") or ".." in parts or not all(map(_plain, parts)):
+            return self._leave_out(member, "outside")
+        path = self._root.joinpath(*parts)
+        if not self._parents(parts[:-1]):
+            return self._leave_out(member, "outside")
+        if member.isdir():
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                path.unlink()
+            path.mkdir(exist_ok=True)
+            if parts:
+                modes.append((path, member.mode & 0o777))
+        elif member.isreg():
+            self._write(archive, member, path)
+        elif member.islnk():
+            self._link(member, path)
+        elif member.issym():
+            self._symlink(member, path, parts)
+        else:
+            self._leave_out(member, "device")
+        return None
+
+    def _parents(self, parts: list[str]) -> bool:
+        """Whether the directories above are directories: never through a link that an archive has put there."""
+        path = self._root
+        for part in parts:
+            path = path / part
+            try:
+                if not stat.S_ISDIR(path.lstat().st_mode):
+                    return False
+            except FileNotFoundError:
+                path.mkdir()
+        return True
+
+    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        content = archive.extractfile(member)
+        if content is None:
+            return self._leave_out(member, "unknown")
+        _clear(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            while data := content.read(PIECE_BYTES):
+                file.write(data)
+                self._bytes += len(data)
+                if self._on_progress is not None:
+                    self._on_progress(self._bytes, None)
+            os.fchmod(file.fileno(), member.mode & 0o777)
+        os.utime(path, (member.mtime, member.mtime))
+        return None
+
+    def _link(self, member: tarfile.TarInfo, path: Path) -> None:
+        parts = [part for part in member.linkname.split("/") if part not in ("", ".")]
+        source = self._root.joinpath(*parts)
+        inside = ".." not in parts and all(map(_plain, parts)) and self._parents(parts[:-1])
+        if not inside or not source.is_file() or source.is_symlink():
+            return self._leave_out(member, "outside")
+        _clear(path)
+        path.hardlink_to(source)
+        return None
+
+    def _symlink(self, member: tarfile.TarInfo, path: Path, parts: list[str]) -> None:
+        # Kept when it leads somewhere inside the tree; one that leads out of it would mean a file of this machine.
+        steps = [part for part in member.linkname.split("/") if part not in ("", ".")]
+        up = sum(part == ".." for part in steps)
+        # Up first, then down: behind a name that is a link itself `..` would lead anywhere.
+        straight = all(part == ".." for part in steps[:up])
+        if member.linkname.startswith("/") or up > len(parts) - 1 or not straight:
+            return self._leave_out(member, "outside")
+        _clear(path)
+        path.symlink_to(member.linkname)
+        return None
+
+    def _leave_out(self, member: tarfile.TarInfo, why: str) -> None:
+        self._left_out_count += 1
+        if len(self._left_out) < _NAMED_MAX:
+            self._left_out.append(SkippedEntry(path=member.name, why=why))
+
+
+def _plain(part: str) -> bool:
+    return "\0" not in part
+
+
+def _clear(path: Path) -> None:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+
+
+class _Pipe:
+    """Bytes from one thread to another, few at a time. The reading side is a file for tarfile."""
+
+    def __init__(self) -> None:
+        self._parts: deque[bytes] = deque()
+        self._rest = b""
+        self._ended = False
+        self._refused = False
+        self._changed = threading.Condition()
+
+    def put(self, data: bytes) -> bool:
+        """False: nobody reads it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._refused or len(self._parts) < _WAITING_MAX)
+            if not self._refused:
+                self._parts.append(data)
+                self._changed.notify_all()
+            return not self._refused
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def refuse(self) -> None:
+        with self._changed:
+            self._refused = True
+            self._parts.clear()
+            self._changed.notify_all()
+
+    def read(self, size: int) -> bytes:
+        out = []
+        while size and (piece := self._some(size)):
+            out.append(piece)
+            size -= len(piece)
+        return b"".join(out)
+
+    def _some(self, size: int) -> bytes:
+        if not self._rest:
+            with self._changed:
+                self._changed.wait_for(lambda: self._parts or self._ended)
+                if not self._parts:
+                    return b""
+                self._rest = self._parts.popleft()
+                self._changed.notify_all()
+        piece, self._rest = self._rest[:size], self._rest[size:]
+        return piece

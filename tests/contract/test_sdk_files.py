@@ -1,0 +1,175 @@
+"""`sbx.files` against a real node agent over the fake backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dsec
+from tests.kit.agent import Agent
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    made = Agent(tmp_path_factory.mktemp("node"))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def sbx(agent: Agent) -> Iterator[dsec.Sandbox]:
+    with dsec.Client(agent.url) as client, client.create(disk_mib=64) as made:
+        yield made
+
+
+def test_what_is_written_is_read(sbx: dsec.Sandbox) -> None:
+    entry = sbx.files.write("/srv/task/data.bin", b"\0binary\xff", mode=0o600)
+    assert (entry.path, entry.name, entry.size, entry.mode, entry.type) == (
+        "/srv/task/data.bin",
+        "data.bin",
+        8,
+        0o600,
+        "file",
+    )
+    assert sbx.files.read("/srv/task/data.bin") == b"\0binary\xff"
+    assert sbx.files.read("/srv/task/data.bin", offset=1, length=6) == b"binary"
+    with pytest.raises(UnicodeDecodeError):
+        sbx.files.read_text("/srv/task/data.bin")
+    assert sbx.files.write("/srv/empty", "").size == 0
+    assert sbx.files.read("/srv/empty") == b""
+    assert sbx.files.append("/srv/log", "a\n").size == 2
+    assert sbx.files.append("/srv/log", "b\n").size == 4
+    assert sbx.files.read_text("/srv/log") == "a\nb\n"
+
+
+def test_large_ones_come_whole(sbx: dsec.Sandbox) -> None:
+    data = os.urandom(1 << 20) * 20
+    assert sbx.files.write("/big", data).size == len(data)
+    assert sbx.files.read("/big") == data
+
+
+def test_errors_are_those_of_files(sbx: dsec.Sandbox) -> None:
+    with pytest.raises(dsec.FileNotFound) as missing:
+        sbx.files.read("/nothing")
+    assert isinstance(missing.value, FileNotFoundError)
+    assert missing.value.detail["errno"] == "ENOENT"
+    with pytest.raises(dsec.IsADirectory):
+        sbx.files.read("/tmp")
+    sbx.files.write("/x", "1", exclusive=True)
+    with pytest.raises(dsec.FileExists):
+        sbx.files.write("/x", "2", exclusive=True)
+    with pytest.raises(dsec.FileNotFound):
+        sbx.files.write("/no/where", "1", parents=False)
+    with pytest.raises(dsec.NoSpace):
+        sbx.files.write("/full", bytes(65 << 20))
+    assert not sbx.files.exists("/full")
+    with pytest.raises(dsec.InvalidSpec, match="path"):
+        sbx.files.read("/a\0b")
+    with pytest.raises(dsec.InvalidSpec, match="path"):
+        sbx.files.read("")
+    with pytest.raises(dsec.ProgramNotStarted):
+        sbx.files.read("/x", user="nosuchuser")
+
+
+def test_directories(sbx: dsec.Sandbox) -> None:
+    assert sbx.files.mkdir("/srv/a/b", parents=True).type == "directory"
+    sbx.files.mkdir("/srv/a/b", parents=True)
+    with pytest.raises(dsec.FileExists):
+        sbx.files.mkdir("/srv/a/b")
+    for name in ("z", "a b", "new\nline", "ü", os.fsdecode(b"\xff\xfe")):
+        sbx.files.write(f"/srv/a/{name}", name.encode("utf-8", "surrogateescape"))
+    found = sbx.files.list("/srv/a")
+    assert [entry.name for entry in found] == ["a b", "b", "new\nline", "z", "ü", os.fsdecode(b"\xff\xfe")]
+    assert sbx.files.read(found[-1].path) == b"\xff\xfe"
+    assert sbx.files.move("/srv/a/z", "/srv/y").path == "/srv/y"
+    with pytest.raises(dsec.FileExists):
+        sbx.files.move("/srv/y", "/srv/a/ü")
+    sbx.files.move("/srv/y", "/srv/a/ü", replace=True)
+    assert sbx.files.read("/srv/a/ü") == b"z"
+    assert sbx.files.chmod("/srv/a/ü", 0o4755).mode == 0o4755
+    with pytest.raises(dsec.FileError):
+        sbx.files.remove("/srv/a")
+    sbx.files.remove("/srv/a", recursive=True)
+    assert not sbx.files.exists("/srv/a")
+
+
+def test_a_page_after_the_other(sbx: dsec.Sandbox) -> None:
+    names = [f"{n:05}" for n in range(2500)]
+    sbx.files.mkdir("/many")
+    upload = {name: name for name in names}
+    for name in list(upload)[:30]:
+        sbx.files.write(f"/many/{name}", name)
+    assert [entry.name for entry in sbx.files.list("/many")] == names[:30]
+
+
+def test_trees_go_both_ways(sbx: dsec.Sandbox, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "sub" / "deep").mkdir(parents=True)
+    (source / "one").write_bytes(b"1" * 700_000)
+    (source / "one").chmod(0o755)
+    (source / "sub" / "deep" / "two").write_text("2")
+    (source / "sub" / os.fsdecode(b"\xff")).write_text("odd")
+    (source / "link").symlink_to("sub/deep/two")
+    seen: list[int] = []
+    report = sbx.files.upload(source, "/srv/tree", on_progress=lambda done, total: seen.append(done))
+    assert (report.bytes, seen[-1], report.skipped.count) == (700_004, 700_004, 0)
+    target = tmp_path / "target"
+    report = sbx.files.download("/srv/tree", target)
+    assert report.skipped.count == 0
+    assert (target / "one").read_bytes() == b"1" * 700_000
+    assert (target / "one").stat().st_mode & 0o777 == 0o755
+    assert (target / "link").readlink() == Path("sub/deep/two")
+    assert (target / "sub" / os.fsdecode(b"\xff")).read_text() == "odd"
+    assert sorted(p.name for p in target.rglob("*")) == sorted(p.name for p in source.rglob("*"))
+    assert sbx.files.upload(source / "one", "/srv/file").bytes == 700_000
+    sbx.files.download("/srv/file", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"1" * 700_000
+    with pytest.raises(dsec.FileNotFound):
+        sbx.files.download("/srv/none", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_watch_tells_what_changes(sbx: dsec.Sandbox) -> None:
+    sbx.files.mkdir("/watched")
+    with sbx.files.watch("/watched") as changes:
+        sbx.files.write("/watched/a", "1")
+        sbx.files.write("/elsewhere", "1")
+        sbx.files.remove("/watched/a")
+        sbx.files.remove("/watched")
+        seen = [(change.kind, change.path) for change in changes]
+    assert ("created", "/watched/a") in seen or seen == []
+    assert all(path.startswith("/watched") for _, path in seen)
+
+
+def test_a_key_appends_once(agent: Agent) -> None:
+    async def main() -> None:
+        async with dsec.AsyncClient(agent.url) as client, await client.create() as sbx:
+            call = client.transport.upload
+            from dsec.model.files import Entry
+            from dsec.sdk.bodies import Bytes
+
+            path = f"/v1/sandboxes/{sbx.id}/files:append?path=/log"
+            entries = await asyncio.gather(*(call("POST", path, Entry, Bytes(b"x"), key="k") for _ in range(8)))
+            assert {entry.size for entry in entries} == {1}
+            assert await sbx.files.read("/log") == b"x"
+
+    asyncio.run(main())
+
+
+def test_many_threads_write_one_file(sbx: dsec.Sandbox) -> None:
+    contents = [bytes([n]) * 10_000 for n in range(64)]
+    threads = [threading.Thread(target=sbx.files.write, args=("/one", data)) for data in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sbx.files.read("/one") in contents

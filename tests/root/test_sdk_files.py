@@ -1,0 +1,108 @@
+"""`sbx.files` with real containers: the same cases as over the fake backend, and what only a kernel can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dsec
+from tests.contract import test_sdk_files as cases
+from tests.kit.home import Home, standing
+from tests.kit.rtclient import Client
+
+globals().update({name: case for name, case in vars(cases).items() if name.startswith("test_")})
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    with standing() as made:
+        yield made
+
+
+class Standing:
+    """As the agent of those cases: where it listens."""
+
+    def __init__(self, home: Home) -> None:
+        self.url = f"unix://{home.place.run_dir}/api.sock"
+
+
+@pytest.fixture
+def agent(home: Home) -> Standing:
+    return Standing(home)
+
+
+@pytest.fixture
+def sbx(home: Home) -> Iterator[dsec.Sandbox]:
+    with home.client() as client, client.create(disk_mib=64) as made:
+        yield made
+
+
+def test_programs_and_files_see_the_same(sbx: dsec.Sandbox) -> None:
+    assert sbx.run("mkdir -p /srv; printf 'by a program' > /srv/x; mkfifo /srv/fifo; ln -s /srv/x /srv/link").ok
+    assert sbx.files.read_text("/srv/link") == "by a program"
+    assert {entry.name: entry.type for entry in sbx.files.list("/srv")} == {
+        "fifo": "fifo",
+        "link": "symlink",
+        "x": "file",
+    }
+    with pytest.raises(dsec.FileError) as fifo:
+        sbx.files.read("/srv/fifo")
+    assert fifo.value.detail["type"] == "fifo"
+    with pytest.raises(dsec.FileError):
+        sbx.files.read("/dev/zero")
+    sbx.files.write("/srv/run.sh", "#!/bin/sh\necho ran\n", mode=0o755)
+    assert sbx.run("/srv/run.sh").stdout == "ran\n"
+
+
+def test_a_user_has_his_own_rights(sbx: dsec.Sandbox) -> None:
+    sbx.run("install -d -m 700 /secret; install -d -m 700 -o nobody /his; echo x > /secret/x", check=True)
+    with pytest.raises(dsec.PermissionDenied):
+        sbx.files.read("/secret/x", user="nobody")
+    sbx.files.write("/his/new", "1", user="nobody")
+    assert sbx.run("stat -c %U /his/new").stdout == "nobody\n"
+
+
+def test_no_link_leads_out(sbx: dsec.Sandbox, home: Home) -> None:
+    own = home.place.run_dir / "runtime.sock"
+    sbx.run(["ln", "-s", str(own), "/out"], check=True)
+    sbx.run(["ln", "-s", "/proc/1/root" + str(own), "/around"], check=True)
+    for path in ("/out", "/around", "/../../.." + str(own)):
+        with pytest.raises((dsec.FileNotFound, dsec.PermissionDenied)):
+            sbx.files.stat(path)
+    assert os.path.exists(own)
+
+
+def test_a_runtime_that_dies_is_not_noticed(sbx: dsec.Sandbox, home: Home) -> None:
+    sbx.files.write("/x", "before")
+    socket = home.place.run_dir / "runtime.sock"
+    with Client(socket) as runtime:
+        os.kill(runtime.hello["pid"], signal.SIGKILL)
+    assert sbx.files.read("/x") == b"before"
+    sbx.files.write("/x", "after")
+    assert sbx.run("cat /x").stdout == "after"
+
+
+def test_idle_helpers_that_are_killed_are_replaced(sbx: dsec.Sandbox) -> None:
+    sbx.files.write("/x", "1")
+    for pid in of_host(sbx):
+        os.kill(pid, signal.SIGKILL)
+    assert sbx.files.read("/x") == b"1"
+    for pid in of_host(sbx):
+        os.kill(pid, signal.SIGKILL)
+    sbx.files.write("/x", "2")
+    assert sbx.run("cat /x").stdout == "2"
+
+
+def of_host(sbx: dsec.Sandbox) -> list[int]:
+    """The numbers of a sandbox's helpers outside."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if f"/{sbx.id}/payload/files-" in (comm.parent / "cgroup").read_text():
+                found.append(int(comm.parent.name))
+    return found

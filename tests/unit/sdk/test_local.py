@@ -1,0 +1,205 @@
+"""What comes down from a sandbox is not trusted: nothing of it lands outside."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from dsec.model.errors import FileError, InvalidSpec
+from dsec.model.files import TreeReport
+from dsec.sdk import bodies, local
+
+pytestmark = pytest.mark.unit
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644, size: int = 0
+) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname, made.mode, made.size = kind, link, mode, size
+    return made
+
+
+def archive(*members: tarfile.TarInfo, content: bytes = b"x") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for one in members:
+            if one.isreg():
+                one.size = len(content)
+            tar.addfile(one, io.BytesIO(content))
+    return out.getvalue()
+
+
+def unpack(data: bytes, target: Path) -> TreeReport:
+    tree = local.Tree(target, None)
+    try:
+        for start in range(0, len(data), 1000):
+            tree.feed(data[start : start + 1000])
+        return tree.done(TreeReport(entries=1))
+    finally:
+        tree.close()
+
+
+OUTSIDE = {
+    "absolute": (member("/evil"),),
+    "up": (member("../evil"),),
+    "up within": (member("a/../../evil"),),
+    "through a link": (member("l", tarfile.SYMTYPE, ".."), member("l/evil")),
+    "through an absolute link": (member("l", tarfile.SYMTYPE, "/"), member("l/tmp/evil")),
+    "through a link within": (
+        member("d", tarfile.DIRTYPE),
+        member("d/l", tarfile.SYMTYPE, "../.."),
+        member("d/l/evil"),
+    ),
+    "a hard link to what is outside": (member("h", tarfile.LNKTYPE, "../secret"),),
+    "a hard link through a link": (member("l", tarfile.SYMTYPE, ".."), member("h", tarfile.LNKTYPE, "l/secret")),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_nothing_lands_outside(case: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("host's")
+    target = tmp_path / "target"
+    report = unpack(archive(*OUTSIDE[case], member("fine")), target)
+    assert (target / "fine").read_bytes() == b"x"
+    assert report.skipped.count >= 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["secret", "target"]
+    assert (tmp_path / "secret").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("link", ["/etc/passwd", "../outside", "a/../../x", "l/.."])
+def test_links_that_could_lead_outside_are_left_out(link: str, tmp_path: Path) -> None:
+    report = unpack(archive(member("l", tarfile.SYMTYPE, link)), tmp_path / "t")
+    assert report.skipped.named[0].path == "l"
+    assert not (tmp_path / "t" / "l").is_symlink()
+
+
+def test_links_inside_are_kept(tmp_path: Path) -> None:
+    unpack(
+        archive(
+            member("d", tarfile.DIRTYPE, mode=0o755),
+            member("d/up", tarfile.SYMTYPE, "../f"),
+            member("f"),
+            member("h", tarfile.LNKTYPE, "f"),
+        ),
+        tmp_path / "t",
+    )
+    assert (tmp_path / "t/d/up").read_bytes() == b"x"
+    assert (tmp_path / "t/h").stat().st_ino == (tmp_path / "t/f").stat().st_ino
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    report = unpack(
+        archive(member("d", tarfile.DIRTYPE, mode=0o755), member("l", tarfile.SYMTYPE, "d"), member("l/f")),
+        tmp_path / "t",
+    )
+    assert [one.path for one in report.skipped.named] == ["l/f"]
+    assert not list((tmp_path / "t/d").iterdir())
+
+
+def test_no_device_no_owner_no_set_id(tmp_path: Path) -> None:
+    odd = [member("c", tarfile.CHRTYPE), member("b", tarfile.BLKTYPE), member("p", tarfile.FIFOTYPE)]
+    suid = member("s", mode=0o6777)
+    suid.uid = suid.gid = 12345
+    report = unpack(archive(*odd, suid), tmp_path / "t")
+    assert report.skipped.count == 3
+    status = (tmp_path / "t/s").stat()
+    assert (status.st_mode & 0o7777, status.st_uid) == (0o777, os.getuid())
+
+
+def test_a_read_only_directory_takes_what_belongs_into_it(tmp_path: Path) -> None:
+    unpack(archive(member("d", tarfile.DIRTYPE, mode=0o555), member("d/f")), tmp_path / "t")
+    assert (tmp_path / "t/d/f").read_bytes() == b"x"
+    assert (tmp_path / "t/d").stat().st_mode & 0o777 == 0o555
+
+
+def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no tar archive"):
+        unpack(b"\x07" * 4096, tmp_path / "t")
+
+
+def test_a_cut_archive_does_not_hang(tmp_path: Path) -> None:
+    data = archive(member("f"), content=b"y" * 100_000)
+    tree = local.Tree(tmp_path / "t", None)
+    tree.feed(data[:50_000])
+    tree.close()
+    assert not tree._thread.is_alive()
+
+
+def test_a_full_local_disk_is_its_error_not_the_sandboxs(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("in the way")
+    with pytest.raises(FileExistsError):
+        unpack(archive(member("f")), tmp_path / "t")
+
+
+def test_the_progress_of_a_file_and_its_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int | None]] = []
+    with local.File(tmp_path / "f", lambda done, total: seen.append((done, total))) as file:
+        file.expect(4)
+        file.write(b"ab")
+        file.write(b"cd")
+        assert not (tmp_path / "f").exists()
+        file.done()
+    assert seen == [(2, 4), (4, 4)]
+    assert (tmp_path / "f").read_bytes() == b"abcd"
+
+
+def test_a_file_that_does_not_come_whole_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("old")
+    with pytest.raises(KeyError), local.File(tmp_path / "f", None) as file:
+        file.write(b"new")
+        raise KeyError
+    assert (tmp_path / "f").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "f"]
+
+
+def test_a_tree_goes_up_as_it_is(tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    (source / "d").mkdir(parents=True)
+    (source / "d/big").write_bytes(os.urandom(1_000_000))
+    (source / "empty").touch()
+    (source / "hard").hardlink_to(source / "empty")
+    (source / "link").symlink_to("/anywhere")
+    os.mkfifo(source / "pipe")
+    (source / os.fsdecode(b"\xff\n")).write_text("odd")
+    data = b"".join(bodies.LocalTree(source).pieces())
+    assert len(data) % tarfile.RECORDSIZE == 0
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        names = {one.name for one in tar}
+        content = tar.extractfile("d/big")
+        assert content is not None
+        assert content.read() == (source / "d/big").read_bytes()
+        assert tar.getmember("link").linkname == "/anywhere"
+        assert all(one.uid == 0 for one in tar)
+    assert names >= {".", "d", "d/big", "empty", "hard", "link", os.fsdecode(b"\xff\n")}
+
+
+def test_a_file_that_shrinks_while_it_is_sent_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 600_000)
+    pieces = bodies.LocalFile(path).pieces()
+    next(pieces)
+    path.write_bytes(b"")
+    with pytest.raises(InvalidSpec, match="stays as it is"):
+        list(pieces)
+
+
+def test_only_files_and_directories_go_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidSpec, match="regular file"):
+        bodies.of_local(tmp_path / "pipe", None)
+    with pytest.raises(FileNotFoundError):
+        bodies.of_local(tmp_path / "none", None)
+
+
+def test_many_pieces_and_many_files(tmp_path: Path) -> None:
+    tree = local.Tree(tmp_path / "t", None)
+    data = archive(*(member(f"f{n}") for n in range(200)), content=b"z" * 5000)
+    for start in range(0, len(data), 4096):
+        tree.feed(data[start : start + 4096])
+    tree.done(TreeReport())
+    assert len(list((tmp_path / "t").iterdir())) == 200
