@@ -21,6 +21,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "down": ("service", "down", "stop the node agent; sandboxes live on (--stop-all: stop them first)"),
     "run": ("programs", "run", "create a sandbox, run a program in it, stop it"),
     "exec": ("programs", "exec", "run a program in a sandbox"),
+    "cp": ("files", "cp", "copy files and directories into a sandbox or out of one"),
     "ps": ("sandboxes", "ps", "list sandboxes"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
