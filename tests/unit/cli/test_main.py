@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dsec as dsec_package
+from dsec.cli.commands import service
 from dsec.cli.commands.programs import advise
 from dsec.cli.main import COMMANDS, main
 from dsec.cli.words import PHRASES, in_our_words
@@ -279,6 +280,20 @@ def test_up_says_that_the_running_agent_has_another_state(
         monkeypatch.setenv("DSEC_STATE_DIR", f"{tmp_path}/other")
         assert main(up) == 1
         assert f"--state-dir {tmp_path}/other (it has {has})" in capsys.readouterr().err
+
+
+def test_up_that_is_interrupted_leaves_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[service._Starting] = []
+
+    def interrupted(starting: service._Starting, *_: object) -> str:
+        started.append(starting)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service, "_await", interrupted)
+    places = ["--run-dir", f"{tmp_path}/run", "--state-dir", f"{tmp_path}/state"]
+    assert main(["up", *places, "--", "--backend", "fake", "--node", "t"]) == 130
+    [starting] = started
+    assert starting.process.returncode is not None
 
 
 def test_up_says_where_options_of_the_agent_stand(capsys: pytest.CaptureFixture[str]) -> None:
