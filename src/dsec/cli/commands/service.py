@@ -143,7 +143,7 @@ def _options_of(pid: int, run_dir: Path) -> dict[str, str]:
 def _require_node() -> None:
     missing = [name for name in NODE_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: pip install 'dsec[node]'")
+        raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: in a clone: pip install '.[node]'")
 
 
 class _Starting:
