@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,16 @@ def test_raw_and_packet_sockets_are_refused(sbx: dsec.Sandbox) -> None:
         except OSError as e: print(errno.errorcode[e.errno])
     """
     assert set(python(sbx, code).split()) <= {"EPERM", "EACCES"}
+
+
+def test_the_hosts_device_messages_are_not_heard(sbx: dsec.Sandbox) -> None:
+    code = """
+    import errno, socket
+    for protocol in (0, 15):
+        try: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol); print("ok")
+        except OSError as e: print(errno.errorcode[e.errno])
+    """
+    assert python(sbx, code).split() == ["ok", "EPROTONOSUPPORT"]
 
 
 def test_capabilities_are_dockers_without_net_raw(sbx: dsec.Sandbox) -> None:
@@ -359,6 +370,31 @@ def test_a_timeout_kills_the_whole_tree(sbx: dsec.Sandbox) -> None:
     assert result.cause == "timeout"
     left = sbx.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '").stdout
     assert "sleep 60" not in left
+
+
+def test_a_program_that_is_traced_ends_in_time(client: dsec.Client) -> None:
+    seize = """
+    import ctypes, os, time
+    libc = ctypes.CDLL(None)
+    def name(pid):
+        try: return open(f"/proc/{pid}/comm").read().strip()
+        except OSError: return ""
+    seized = None
+    while seized is None:
+        seized = next((p for p in os.listdir("/proc") if p.isdigit() and name(p) == "sleep"), None)
+    assert libc.ptrace(0x4206, int(seized), 0, 0) == 0
+    time.sleep(600)
+    """
+    with client.create() as sbx:
+        argv = ["python3", "-I", "-c", textwrap.dedent(seize)]
+        tracer = threading.Thread(target=lambda: sbx.run(argv, timeout_s=60))
+        tracer.start()
+        began = time.monotonic()
+        result = sbx.run(["sleep", "600"], timeout_s=3)
+        assert (result.cause, result.signal) == ("timeout", 9)
+        assert time.monotonic() - began < 20
+        tracer.join()
+        assert sbx.run(["true"]).ok
 
 
 def test_setuid_programs_work_unless_forbidden(client: dsec.Client) -> None:

@@ -13,6 +13,8 @@ const ALLOW: u32 = 0x7fff_0000;
 const KILL: u32 = 0x8000_0000;
 const ERRNO: u32 = 0x0005_0000;
 const EPERM: u32 = ERRNO | libc::EPERM as u32;
+/// What a kernel without a protocol says.
+const NO_PROTOCOL: u32 = ERRNO | libc::EPROTONOSUPPORT as u32;
 const ENOSYS: u32 = ERRNO | libc::ENOSYS as u32;
 
 const LOAD: u16 = 0x20;
@@ -99,13 +101,7 @@ pub(crate) fn compile(spec: &SeccompSpec) -> Result<Program> {
         );
     }
     if checked(libc::SYS_socket) {
-        // Not AF_VSOCK: it reaches the hypervisor past every network namespace.
-        let vsock = [libc::AF_VSOCK as u32];
-        on(
-            &mut program,
-            libc::SYS_socket as u32,
-            &equal_body(&vsock, EPERM, ALLOW),
-        );
+        on(&mut program, libc::SYS_socket as u32, &socket_body());
     }
     if !spec.ioctl_deny.is_empty() && allowed.contains(&(libc::SYS_ioctl as u32)) {
         let mut body = equal_body(&spec.ioctl_deny, EPERM, ALLOW);
@@ -188,6 +184,21 @@ fn clone_body() -> Program {
     ]
 }
 
+/// Not AF_VSOCK: it reaches the hypervisor past every network namespace. Nor the kernel's messages about
+/// devices: every namespace that belongs to the host's user namespace, as ours do, hears those of the machine.
+fn socket_body() -> Program {
+    vec![
+        argument(0),
+        op(IF_EQUAL, 0, 1, libc::AF_VSOCK as u32),
+        op(RETURN, 0, 0, EPERM),
+        op(IF_EQUAL, 0, 3, libc::AF_NETLINK as u32),
+        argument(2),
+        op(IF_EQUAL, 0, 1, libc::NETLINK_KOBJECT_UEVENT as u32),
+        op(RETURN, 0, 0, NO_PROTOCOL),
+        op(RETURN, 0, 0, ALLOW),
+    ]
+}
+
 /// Argument 0 is one of `values` -> `then`, else `otherwise`.
 fn equal_body(values: &[u32], then: u32, otherwise: u32) -> Program {
     let mut body = vec![argument(0)];
@@ -265,7 +276,7 @@ mod tests {
     use super::*;
 
     /// What the kernel would do: the few operations used above.
-    fn run(program: &[Instruction], arch: u32, nr: u32, arguments: [u32; 2]) -> u32 {
+    fn run(program: &[Instruction], arch: u32, nr: u32, arguments: [u32; 3]) -> u32 {
         let (mut at, mut value) = (0, 0);
         loop {
             let now = program[at];
@@ -293,7 +304,7 @@ mod tests {
         }
     }
 
-    fn ask(spec: &SeccompSpec, nr: libc::c_long, arguments: [u32; 2]) -> u32 {
+    fn ask(spec: &SeccompSpec, nr: libc::c_long, arguments: [u32; 3]) -> u32 {
         let program = compile(spec).expect("a valid filter");
         run(&program, ARCH, nr as u32, arguments)
     }
@@ -308,33 +319,39 @@ mod tests {
         for (_, nr) in ALLOWED {
             let nr = libc::c_long::from(*nr);
             if nr != libc::SYS_personality {
-                assert_eq!(ask(&spec, nr, [0, 0]), ALLOW, "{nr}");
+                assert_eq!(ask(&spec, nr, [0, 0, 0]), ALLOW, "{nr}");
             }
         }
         for (name, nr) in KNOWN_DENIED {
             let absent = *name == "clone3" || name.starts_with("io_") && !name.contains("uring");
             let expected = if absent { ENOSYS } else { EPERM };
             assert_eq!(
-                ask(&spec, libc::c_long::from(*nr), [0, 0]),
+                ask(&spec, libc::c_long::from(*nr), [0, 0, 0]),
                 expected,
                 "{name}"
             );
         }
-        assert_eq!(ask(&spec, 2000, [0, 0]), ENOSYS);
+        assert_eq!(ask(&spec, 2000, [0, 0, 0]), ENOSYS);
         if cfg!(target_arch = "x86_64") {
-            assert_eq!(ask(&spec, libc::c_long::from(X32), [0, 0]), EPERM);
-            assert_eq!(ask(&spec, libc::c_long::from(u32::MAX), [0, 0]), EPERM);
+            assert_eq!(ask(&spec, libc::c_long::from(X32), [0, 0, 0]), EPERM);
+            assert_eq!(ask(&spec, libc::c_long::from(u32::MAX), [0, 0, 0]), EPERM);
         }
         assert_eq!(
-            ask(&spec, libc::SYS_clone, [NAMESPACES & 0x1000_0000, 0]),
+            ask(&spec, libc::SYS_clone, [NAMESPACES & 0x1000_0000, 0, 0]),
             EPERM
         );
-        assert_eq!(ask(&spec, libc::SYS_personality, [0x2_0000, 0]), ALLOW);
-        assert_eq!(ask(&spec, libc::SYS_personality, [1, 0]), EPERM);
+        assert_eq!(ask(&spec, libc::SYS_personality, [0x2_0000, 0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_personality, [1, 0, 0]), EPERM);
         assert_eq!(
-            ask(&spec, libc::SYS_socket, [libc::AF_VSOCK as u32, 0]),
+            ask(&spec, libc::SYS_socket, [libc::AF_VSOCK as u32, 0, 0]),
             EPERM
         );
+        let netlink = |protocol: libc::c_int| {
+            let arguments = [libc::AF_NETLINK as u32, 0, protocol as u32];
+            ask(&spec, libc::SYS_socket, arguments)
+        };
+        assert_eq!(netlink(libc::NETLINK_ROUTE), ALLOW);
+        assert_eq!(netlink(libc::NETLINK_KOBJECT_UEVENT), NO_PROTOCOL);
     }
 
     #[test]
@@ -345,12 +362,12 @@ mod tests {
             let program = [head(KILL), tree(&all)].concat();
             for nr in 0..=999 {
                 assert_eq!(
-                    run(&program, ARCH, nr, [0, 0]),
+                    run(&program, ARCH, nr, [0, 0, 0]),
                     verdict(nr),
                     "{segment} {nr}"
                 );
             }
-            assert_eq!(run(&program, ARCH, u32::MAX, [0, 0]), verdict(999));
+            assert_eq!(run(&program, ARCH, u32::MAX, [0, 0, 0]), verdict(999));
         }
     }
 
@@ -359,16 +376,16 @@ mod tests {
         let program = compile(&SeccompSpec::default()).expect("a valid filter");
         assert!(program.len() < 160, "{}", program.len());
         let init = for_init();
-        let allowed = |nr: &u32| run(&init, ARCH, *nr, [0, 0]) == ALLOW;
+        let allowed = |nr: &u32| run(&init, ARCH, *nr, [0, 0, 0]) == ALLOW;
         assert_eq!((0..u32::from(u16::MAX)).filter(allowed).count(), 4);
-        assert_eq!(run(&init, 1, libc::SYS_wait4 as u32, [0, 0]), KILL);
+        assert_eq!(run(&init, 1, libc::SYS_wait4 as u32, [0, 0, 0]), KILL);
     }
 
     #[test]
     fn another_architecture_is_refused() {
         let program = compile(&SeccompSpec::default()).expect("a valid filter");
         assert_eq!(
-            run(&program, 0x4000_0003, libc::SYS_read as u32, [0, 0]),
+            run(&program, 0x4000_0003, libc::SYS_read as u32, [0, 0, 0]),
             EPERM
         );
     }
@@ -380,14 +397,14 @@ mod tests {
             allow: names(&["unshare", "clone3", "clone", "io_setup"]),
             ioctl_deny: vec![0x5412, 7],
         };
-        assert_eq!(ask(&spec, libc::SYS_ptrace, [0, 0]), EPERM);
-        assert_eq!(ask(&spec, libc::SYS_unshare, [0, 0]), EPERM);
-        assert_eq!(ask(&spec, libc::SYS_clone3, [0, 0]), ALLOW);
-        assert_eq!(ask(&spec, libc::SYS_io_setup, [0, 0]), ALLOW);
-        assert_eq!(ask(&spec, libc::SYS_io_submit, [0, 0]), ENOSYS);
-        assert_eq!(ask(&spec, libc::SYS_clone, [0x1000_0000, 0]), ALLOW);
-        assert_eq!(ask(&spec, libc::SYS_ioctl, [0, 0x5412]), EPERM);
-        assert_eq!(ask(&spec, libc::SYS_ioctl, [0x5412, 8]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_ptrace, [0, 0, 0]), EPERM);
+        assert_eq!(ask(&spec, libc::SYS_unshare, [0, 0, 0]), EPERM);
+        assert_eq!(ask(&spec, libc::SYS_clone3, [0, 0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_io_setup, [0, 0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_io_submit, [0, 0, 0]), ENOSYS);
+        assert_eq!(ask(&spec, libc::SYS_clone, [0x1000_0000, 0, 0]), ALLOW);
+        assert_eq!(ask(&spec, libc::SYS_ioctl, [0, 0x5412, 0]), EPERM);
+        assert_eq!(ask(&spec, libc::SYS_ioctl, [0x5412, 8, 0]), ALLOW);
     }
 
     #[test]

@@ -6,7 +6,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use dsec_launch::switch;
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+use rustix::process::{
+    getrlimit, pidfd_open, pidfd_send_signal, setrlimit, Pid, PidfdFlags, Resource, Rlimit, Signal,
+};
 
 /// CLOCK_MONOTONIC in nanoseconds: the same in every process, so a run can be timed over a restart.
 pub fn monotonic_ns() -> u64 {
@@ -50,6 +52,36 @@ fn stat(pid: i32) -> Option<String> {
     // The second field is the name in brackets and may hold anything, brackets too.
     let close = stat.iter().rposition(|b| *b == b')')?;
     String::from_utf8(stat.get(close + 2..)?.to_vec()).ok()
+}
+
+/// Kills the process of a sandbox that traces a zombie; its number if there was one. Who traces from outside is left
+/// alone.
+pub fn kill_tracer(pid: i32, sandbox: &str) -> Option<i32> {
+    if !stat(pid)?.starts_with('Z') {
+        return None;
+    }
+    // A thread's number, as all here.
+    let tracer = status(pid, "TracerPid")?;
+    let group = status(tracer, "Tgid")?;
+    let handle = pidfd_open(Pid::from_raw(group)?, PidfdFlags::empty()).ok()?;
+    // Whom the handle is about is known only now.
+    let cgroups = fs::read_to_string(format!("/proc/{group}/cgroup")).ok()?;
+    let inside = cgroups.split(['/', '\n']).any(|part| part == sandbox);
+    if !inside || status(pid, "TracerPid") != Some(tracer) {
+        return None;
+    }
+    pidfd_send_signal(handle, Signal::KILL).ok()?;
+    Some(group)
+}
+
+/// A number of a process's status, if it is not 0.
+fn status(pid: i32, name: &str) -> Option<i32> {
+    let status = fs::read(format!("/proc/{pid}/status")).ok()?;
+    // Its name may hold anything but a newline.
+    let lines = String::from_utf8_lossy(&status);
+    let mut fields = lines.lines().filter_map(|line| line.split_once(":\t"));
+    let found = fields.find(|(key, _)| *key == name)?.1;
+    found.parse().ok().filter(|number| *number > 0)
 }
 
 /// A random name of 32 hexadecimal digits.

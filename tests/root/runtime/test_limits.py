@@ -15,7 +15,7 @@ import pytest
 from dsec.linux import proc
 from tests.kit.lanes import kernel_lacks
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
-from tests.kit.rtnode import BINARY, create, frozen_file, make_node, needs, sh
+from tests.kit.rtnode import BINARY, cpu_ticks, create, frozen_file, make_node, needs, sh
 
 pytestmark = needs
 
@@ -109,6 +109,20 @@ def test_a_cgroup_serves_one_run_after_the_other(node: Node) -> None:
     with node.client() as c:
         r = c.call("run.start", **run_plan("a", "new", ["true"], memory_cgroup=True))
         assert (r["exit_code"], r["leftover"]) == (0, 0)
+
+
+def test_what_a_run_leaves_behind_costs_no_time(node: Node) -> None:
+    with node.client() as c:
+        create(c, "a")
+        assert c.call("run.start", **run_plan("a", "r", sh("sleep 1000 & exit 0")))["leftover"] == 1
+        before = cpu_ticks(node.runtime_pid())
+        time.sleep(1)
+        # Also when the file that tells of its end says something else.
+        for value in "10":
+            frozen_file(node, "a").write_text(value)
+            time.sleep(0.5)
+        assert cpu_ticks(node.runtime_pid()) - before < 20
+        assert c.call("sandbox.get", id="a")["runs"] == 0
 
 
 # What is seen inside

@@ -30,7 +30,7 @@ impl Server {
         let Some(pidfd) = &run.pidfd else { return };
         let ending = match wait_child(Who::PidFd(pidfd.as_fd()), false) {
             Ok(Some(e)) => e,
-            Ok(None) => return,
+            Ok(None) => return self.held_by_tracer(index),
             Err(e) => {
                 // Someone else reaped it: that is a fault of ours, and is said as such.
                 warning!("run.wait", run = run.key(), error = e);
@@ -234,7 +234,8 @@ impl Server {
         }
         match leaf.events() {
             Ok(events) => {
-                let flags = EventFlags::PRI;
+                // Once for each change: the file says so for as long as it is not read, from its opening on.
+                let flags = EventFlags::PRI | EventFlags::ET;
                 let watched = self.watch(events.as_fd(), Token::Emptied(index), flags);
                 if watched.is_ok() {
                     if let Some(run) = self.runs.get_mut(&index) {

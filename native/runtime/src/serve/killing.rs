@@ -1,10 +1,18 @@
 //! Ends runs: on request, in time, or because they are not safe.
 
 use dsec_launch::LaunchError;
+use rustix::event::epoll::EventFlags;
 
-use super::Server;
+use super::{Server, Timer, Token};
 use crate::proto::Cause;
-use crate::{info, warning};
+use crate::{info, util, warning};
+
+/// Between two looks at an ended process that is traced.
+const TRACED_LOOK_NS: u64 = 20_000_000;
+/// Looks after which its tracer is not one that collects.
+const TRACED_LOOKS: u32 = 6;
+/// How often a process that was killed is looked at, if the keeper is to hear of its end.
+const ADOPTED_LOOKS: u32 = 100;
 
 impl Server {
     /// A put was refused: the run is not safe in the keeper, so it is not to go on unseen.
@@ -67,6 +75,52 @@ impl Server {
         // Where joining is not part of the clone (cgroup v1) the process may not be in it yet.
         if let Some(pidfd) = &run.pidfd {
             let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
+        }
+        if run.adopted {
+            self.at(util::monotonic_ns() + TRACED_LOOK_NS, Timer::Traced(index));
+        }
+    }
+
+    /// An ended process that is traced is its tracer's first: `waitid` says nothing of it here, while its descriptor
+    /// stays readable. Not waited for by epoll, which would say so again at once.
+    pub(super) fn held_by_tracer(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        run.held += 1;
+        if let Some(pidfd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
+            let _ = rustix::event::epoll::delete(&self.epoll, pidfd);
+        }
+        self.at(util::monotonic_ns() + TRACED_LOOK_NS, Timer::Traced(index));
+    }
+
+    /// One that collects what it traces has done so by now. One that does not is ended: it holds up a run's end,
+    /// and lets go by its own.
+    pub(super) fn look_at_traced(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        if run.done() {
+            return;
+        }
+        let Some(pidfd) = &run.pidfd else { return };
+        if run.held >= TRACED_LOOKS {
+            if let Some(tracer) = run.pid.and_then(|p| util::kill_tracer(p, &run.sandbox_id)) {
+                info!("run.tracer_killed", run = run.key(), tracer = tracer);
+            }
+        }
+        if !run.adopted {
+            let token = Token::Process(index).pack();
+            let added = rustix::event::epoll::add(&self.epoll, pidfd, token, EventFlags::IN);
+            if let Err(e) = added {
+                warning!("run.watch", error = e);
+            }
+            return;
+        }
+        // The keeper hears of its end, and we from the keeper; all we know is that it was killed.
+        run.held += 1;
+        if run.held < ADOPTED_LOOKS {
+            self.at(util::monotonic_ns() + TRACED_LOOK_NS, Timer::Traced(index));
         }
     }
 

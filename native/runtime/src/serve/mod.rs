@@ -121,6 +121,8 @@ enum Timer {
     /// Job number, see `ops::Deadlines`.
     Deadline(u64),
     Accept,
+    /// A run's process that is traced.
+    Traced(u64),
     /// The disk below the sandboxes is to be looked at.
     Disks,
 }
@@ -343,6 +345,7 @@ impl Server {
                 Timer::Grace(i) => self.grace_over(i),
                 Timer::Hold(i) => self.hold_over(i),
                 Timer::Deadline(job) => self.deadline_passed(job),
+                Timer::Traced(i) => self.look_at_traced(i),
                 Timer::Disks => self.look_at_disks(),
                 Timer::Accept => {
                     let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);

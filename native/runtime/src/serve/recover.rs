@@ -216,6 +216,7 @@ impl Server {
             unsettled: None,
             hold: meta.streamed && meta.outcome.is_none(),
             emptied: None,
+            held: 0,
             failure: None,
             kept_others,
             counted: 0,

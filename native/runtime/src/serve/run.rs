@@ -158,6 +158,8 @@ pub struct Run {
     pub emptied: Option<OwnedFd>,
     /// The ending, seen before the exec status was read.
     pub failure: Option<LaunchError>,
+    /// How often its process had ended and was not ours to collect yet.
+    pub held: u32,
     /// Descriptors of this run the keeper holds, beside those of the streams.
     pub kept_others: u64,
     /// What it was last counted with among the descriptors of its sandbox.

@@ -141,6 +141,7 @@ impl Server {
             unsettled: None,
             hold: false,
             emptied: None,
+            held: 0,
             failure: None,
             counted: 0,
         }
