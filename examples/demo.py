@@ -172,4 +172,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        # Every block above has stopped its sandboxes on the way here.
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

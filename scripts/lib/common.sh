@@ -8,6 +8,11 @@ export DSEC_CACHE=$CACHE
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
+# What stands at the head of a script, without its `#`.
+usage() { sed -n '2,/^\./{/^#/s/^# \{0,1\}//p}' "$0"; }
+# Wrong usage: nothing is done.
+misused() { say "error: $*"; usage >&2; exit 2; }
+
 now_ms() { date +%s%3N; }
 
 # step NAME COMMAND...: says its name, runs it, says how long it took; its output is shown only when it fails.
@@ -15,22 +20,24 @@ step() {
   local name=$1 began log status=0
   shift
   began=$(now_ms)
+  # Without a name: whatever ends us, nothing is left of it.
   log=$(mktemp)
+  exec 8<>"$log"
+  rm -f "$log"
   # Before it: some take minutes, and nobody should have to look for what hangs.
   printf '  %-34s ' "$name" >&2
   # Not in a condition: there "set -e" would not hold inside the function.
   set +e
-  (set -e; "$@") >"$log" 2>&1
+  (set -e; exec 8>&-; "$@") >&8 2>&1
   status=$?
   set -e
   printf '%7.1f s\n' "$(awk "BEGIN { print ($(now_ms) - $began) / 1000 }")" >&2
   if [ "$status" -ne 0 ]; then
     say "--- $name failed with exit status $status; its last lines:"
-    tail -n 40 "$log" >&2
-    rm -f "$log"
+    tail -n 40 /dev/fd/8 >&2
     exit "$status"
   fi
-  rm -f "$log"
+  exec 8>&-
 }
 
 need_root() { [ "$(id -u)" = 0 ] || die "$(basename "$0") must run as root (it installs packages and makes sandboxes)"; }

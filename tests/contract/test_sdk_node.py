@@ -131,6 +131,42 @@ def test_vanished_client_stops_nothing(client: dsec.Client) -> None:
         assert [process.state for process in sbx.processes()] == ["running"]
 
 
+KEYED_CLIENT = """
+import sys, dsec
+def show(stream, data):
+    print(data.decode(), end="", flush=True)
+sbx = dsec.Client(sys.argv[1]).create(name="kept", if_exists="get")
+result = sbx.run("echo began; sleep 600", key="test-1", on_output=show if sys.argv[2] else None)
+print(result.process_id, result.exit_code, repr(result.stdout))
+"""
+
+
+@pytest.mark.parametrize("streamed", ["streamed", ""])
+def test_a_client_that_was_killed_and_started_again_takes_up_its_run(client: dsec.Client, streamed: str) -> None:
+    def started(streamed: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-c", KEYED_CLIENT, client.url, streamed]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+
+    with client.create(name="kept") as sbx:
+        with started(streamed) as first:
+            until_running(sbx)
+            first.kill()
+        with started("streamed") as again:
+            assert again.stdout is not None
+            assert again.stdout.readline() == "began\n"  # it is attached, in the middle of the run
+            [process] = sbx.processes()  # one, and it goes on
+            assert process.state == "running"
+            kill = f"/v1/sandboxes/{sbx.id}/processes/{process.id}/kill"
+            client.transport.call("POST", kill, dict, body=b"\x80", key="kill-1")
+            said = again.stdout.read()
+        assert said == f"{process.id} 137 {'began' + chr(10)!r}\n"
+        with started("") as late:
+            assert late.communicate()[0] == said
+        with pytest.raises(dsec.Conflict, match="test-1"):
+            sbx.run("echo other", key="test-1")
+        assert sbx.run("echo other", key="test-2").stdout == "other\n"
+
+
 def test_frozen_agent_is_found_out(tmp_path: Path) -> None:
     """SIGSTOP: the kernel still accepts connections, nobody answers."""
     agent = Agent(tmp_path)

@@ -77,6 +77,21 @@ def test_shell_scripts_parse() -> None:
         check("bash", "-n", path)
 
 
+@pytest.mark.parametrize("script", ["demo", "setup", "test"])
+@pytest.mark.parametrize(("argument", "code"), [("-h", 0), ("--help", 0), ("--nonsense", 2)])
+def test_a_script_says_how_it_is_used_and_does_nothing(script: str, argument: str, code: int) -> None:
+    # Set-up without a place for its cache would end soon: nothing happens here if a script goes on instead.
+    done = subprocess.run(
+        [ROOT / "scripts" / script, argument],
+        env={"PATH": "/usr/bin:/bin", "DSEC_VENV": "/nowhere", "DSEC_CACHE": "/dev/null/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert f"  scripts/{script}" in (done.stderr if code else done.stdout)
+
+
 def test_silenced_checks_say_why() -> None:
     silenced = re.compile(r"# (?:noqa(?:: ?[A-Z]+[0-9]+(?:, ?[A-Z]+[0-9]+)*)?|type: ignore(?:\[[a-z, -]+\])?)[ #-]*$")
     bare = [

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dsec {dsec.__version__}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"dsec: no command {args[0]!r}{_meant(args[0], COMMANDS)}\n\n{_usage()}", file=sys.stderr)
+        print(f"dsec: no command {args[0]!r}{_late(args) or _meant(args[0], COMMANDS)}\n\n{_usage()}", file=sys.stderr)
         return EXIT_USAGE
     return _guarded(args[0], args[1:])
 
@@ -130,6 +130,15 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(word, list(known), n=1, cutoff=SIMILAR)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _late(args: list[str]) -> str:
+    """What to say of an option in place of a command."""
+    if not args[0].startswith("-"):
+        return ""
+    at = next((at for at, word in enumerate(args) if word in COMMANDS), None)
+    order = "dsec COMMAND [OPTIONS]" if at is None else f"dsec {' '.join([args[at], *args[:at], *args[at + 1 :]])}"
+    return f"; options stand after the command: {order}"
 
 
 def _usage() -> str:

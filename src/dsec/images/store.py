@@ -35,6 +35,8 @@ EROFS_MAGIC: Final = bytes.fromhex("e2e1f5e0")
 EROFS_MAGIC_OFFSET: Final = 1024
 BLOCK_BYTES: Final = 4096
 _STAGING: Final = "making-"
+# Of the names a message offers.
+_NAMES_SHOWN: Final = 8
 
 
 class Imported(msgspec.Struct, frozen=True):
@@ -77,6 +79,12 @@ class LayerStore:
     def list(self) -> list[LayerInfo]:
         """Every layer, oldest first; once for each of the settings its names have."""
         return [_info(row) for row in self._catalog.all()]
+
+    def has(self) -> str:
+        """Its names in words, for who asked for another."""
+        names = sorted({name for info in self.list() for name in info.names})
+        shown = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
+        return f"there is {shown}" + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
     def resolve(self, ref: str, field: str = "layer") -> LayerInfo:
         """The layer a reference means now, or NotFound; InvalidSpec when it is no reference."""
@@ -230,6 +238,8 @@ class LayerStore:
 
     def _from_dir(self, rest: str, job: _Job) -> _Made:
         path = Path(rest)
+        if path.is_file():
+            raise InvalidSpec.field("source", f"dir:{rest}", "a directory; this is a file: tar: takes an archive")
         if not path.is_absolute() or not path.is_dir():
             raise InvalidSpec.field("source", f"dir:{rest}", "an absolute path of a directory that is there")
         if path.resolve() in (self._dir.resolve(), *self._dir.resolve().parents):
@@ -271,7 +281,12 @@ class LayerStore:
         if not (Path(directory) / "layers/catalog.sqlite").is_file():
             raise InvalidSpec.field("source", f"store:{rest}", "store:/state/dir#ref of a store that is there")
         other = LayerStore(Path(directory))
-        theirs = other.verify(ref)
+        if not ref:
+            raise InvalidSpec.field("source", f"store:{rest}", f"store:DIR#LAYER; {other.has()}")
+        try:
+            theirs = other.verify(ref)
+        except NotFound as error:
+            raise NotFound(f"no layer {ref} in the store {directory}; {other.has()}", detail=error.detail) from error
         refs = _refs_for(name or (ref if not ref.startswith("sha256:") else None))
         with self._staging() as staging:
             image = staging / "layer.erofs"

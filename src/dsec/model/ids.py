@@ -86,10 +86,10 @@ def check_label_key(text: str) -> str:
     return text
 
 
-def check_key(text: str) -> str:
+def check_key(text: str, field: str = "Idempotency-Key") -> str:
     """An idempotency key itself, or InvalidSpec."""
-    if not _KEY.match(text):
-        raise InvalidSpec.field("Idempotency-Key", text, f"1 to {limits.KEY_MAX_CHARS} visible ASCII letters")
+    if not isinstance(text, str) or not _KEY.match(text):
+        raise InvalidSpec.field(field, text, f"1 to {limits.KEY_MAX_CHARS} visible ASCII letters")
     return text
 
 

@@ -48,7 +48,7 @@ def refuse_unsupported(spec: Spec) -> None:
         )
     if spec.image is not None:
         raise Unsupported.lacks(
-            f"image {spec.image}", "OCI import", "this node imports dir:, tar: and debootstrap: only"
+            f"image {spec.image}", "OCI import", "this node imports dir:, tar:, erofs:, store: and debootstrap: only"
         )
     if spec.environment is not None:
         raise Unsupported.lacks(f"environment {spec.environment}", "environments", "name base, workspace and toolkits")

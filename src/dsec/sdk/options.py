@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from dsec.model.errors import InvalidSpec
 from dsec.sdk.target import Target
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ _KEEPALIVE_IDLE_S: Final = 10
 _KEEPALIVE_INTERVAL_S: Final = 5
 _KEEPALIVE_COUNT: Final = 3
 _USER_TIMEOUT_MS: Final = 25_000
+
+_CERT_FILE_ENV: Final = "SSL_CERT_FILE"
 
 
 class Unix(msgspec.Struct, frozen=True):
@@ -62,4 +66,28 @@ def tls_context() -> ssl.SSLContext:
     """Verifies the server by the system's authorities, or those in SSL_CERT_FILE."""
     import ssl
 
-    return ssl.create_default_context()
+    context = ssl.create_default_context()
+    # OpenSSL passes over one that is not there, and then no certificate is good.
+    if named := os.environ.get(_CERT_FILE_ENV):
+        try:
+            context.load_verify_locations(named)
+        except OSError as error:
+            allowed = f"a file of certificates (PEM); this one could not be read: {error}"
+            raise InvalidSpec.field(_CERT_FILE_ENV, named, allowed) from error
+    return context
+
+
+def advice(target: Target, why: str, cause: BaseException | None) -> str:
+    """What to do about a server that could not be reached."""
+    if target.scheme == "unix":
+        if isinstance(cause, PermissionError):
+            return "its socket is for its user, usually root, only: sudo, or DSEC_URL and DSEC_API_KEY of a node on TCP"
+        return "is it running? `dsec up` starts it"
+    # By name: importing ssl costs a local command's start some 15 ms.
+    if type(cause).__name__ == "SSLCertVerificationError":
+        return f"{_CERT_FILE_ENV} names the file of certificates to trust (the node's, or its authority's)"
+    if target.scheme == "https" and "WRONG_VERSION_NUMBER" in why:
+        return "a server without TLS does so: is it http://?"
+    if target.scheme == "http" and "unanswered" in why:
+        return "a server that wants TLS does so: is it https://?"
+    return "check the URL and the node"

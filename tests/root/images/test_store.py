@@ -394,3 +394,16 @@ def test_bad_sources_are_refused_by_field(store: LayerStore, source: str) -> Non
         store.import_source(source)
     assert caught.value.detail["field"] == "source"
     assert leftovers(store) == []
+
+
+def test_a_source_that_is_not_there_is_said_with_what_is(store: LayerStore, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    store.import_source(f"dir:{tmp_path}/in", "app:1")
+    other = LayerStore(tmp_path / "other")
+    with pytest.raises(NotFound, match=rf"no layer app:2 in the store {tmp_path}/state; there is app:1"):
+        other.import_source(f"store:{tmp_path}/state#app:2", "app:2")
+    with pytest.raises(InvalidSpec, match=r"store:DIR#LAYER; there is app:1"):
+        other.import_source(f"store:{tmp_path}/state", "app:2")
+    (tmp_path / "archive.tar").touch()
+    with pytest.raises(InvalidSpec, match=r"this is a file: tar: takes an archive"):
+        store.import_source(f"dir:{tmp_path}/archive.tar", "app:3")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dsec as dsec_package
+from dsec.cli.commands import service
 from dsec.cli.commands.programs import advise
 from dsec.cli.main import COMMANDS, main
 from dsec.cli.words import PHRASES, in_our_words
@@ -143,6 +144,20 @@ def test_a_program_that_was_not_started_has_the_exit_code_of_a_shell(
     assert capsys.readouterr().err == "dsec: words\n"
 
 
+def test_a_directory_that_a_new_sandbox_does_not_have_has_the_exit_code_of_a_shell(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    details = iter([{"field": "cwd", "errno": 2}, {"field": "user"}, {"field": "cwd", "allowed": "an absolute path"}])
+    serve(lambda request, wire: wire.error("invalid_spec", "words", 400, **next(details)))
+    assert [main(["run", "--cwd", "/nope", "true"]) for _ in range(3)] == [126, 126, 125]
+    assert capsys.readouterr().err == "dsec: words\n" * 3
+
+
+def test_options_stand_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "unix:///x", "ps", "-a"]) == 2
+    assert "dsec ps --url unix:///x -a" in capsys.readouterr().err
+
+
 def test_errors_are_in_the_words_of_the_command(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     said = {
         "memory_mib=0 is not allowed; allowed: 16 to 9": (
@@ -173,8 +188,15 @@ def test_notes_for_what_is_easily_meant_otherwise(capsys: pytest.CaptureFixture[
     assert "--memory-mib stands after the command" in capsys.readouterr().err
     advise(["python3"], terminal=True)
     assert "no interactive shell yet" in capsys.readouterr().err
+    advise(["--timeout-s", "3", "sleep", "5"], terminal=False)
+    assert "--timeout-s stands after the sandbox" in capsys.readouterr().err
+    advise(["cd", "/tmp"], terminal=False)
+    assert "'cd /tmp; ls'" in capsys.readouterr().err
+    advise(["debian:12", "true"], terminal=False)
+    assert "--base debian:12" in capsys.readouterr().err
     advise(["--", "tool", "--timeout-s", "3"], terminal=True)
     advise(["python3", "-c", "1"], terminal=True)
+    advise(["cd /tmp; ls"], terminal=True)
     advise(["bash"], terminal=False)
     assert capsys.readouterr().err == ""
 
@@ -279,6 +301,20 @@ def test_up_says_that_the_running_agent_has_another_state(
         monkeypatch.setenv("DSEC_STATE_DIR", f"{tmp_path}/other")
         assert main(up) == 1
         assert f"--state-dir {tmp_path}/other (it has {has})" in capsys.readouterr().err
+
+
+def test_up_that_is_interrupted_leaves_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[service._Starting] = []
+
+    def interrupted(starting: service._Starting, *_: object) -> str:
+        started.append(starting)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service, "_await", interrupted)
+    places = ["--run-dir", f"{tmp_path}/run", "--state-dir", f"{tmp_path}/state"]
+    assert main(["up", *places, "--", "--backend", "fake", "--node", "t"]) == 130
+    [starting] = started
+    assert starting.process.returncode is not None
 
 
 def test_up_says_where_options_of_the_agent_stand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,9 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsec.model.errors import NodeFull
 from dsec.model.states import RunResult, SandboxInfo
+from dsec.node.agent import Node
 from dsec.node.http import auth, openapi, server, streams
 from dsec.node.http.routes import ROUTES
 from tests.kit.aio import until
@@ -130,6 +132,25 @@ def test_bad_input_is_refused_by_name(serve, method, path, body, status, code, f
         assert (got, error["code"]) == (status, code), error
         assert field is None or error["detail"]["field"] == field, error
         assert error["request_id"].startswith("r-") and error["retry"] and error["message"]
+
+    serve(scenario)
+
+
+def test_the_log_has_a_line_for_what_the_node_could_not_do_and_none_for_what_was_wrong(serve, caplog, monkeypatch):
+    async def full(*_: object) -> None:
+        raise NodeFull("no room")
+
+    caplog.set_level("WARNING", "dsec.node.http")
+
+    async def scenario(s: SimServer) -> None:
+        status, wrong = await s.call("POST", "/v1/sandboxes", {"memory_mib": 1})
+        assert status == 400
+        monkeypatch.setattr(Node, "create", full)
+        status, failed = await s.call("POST", "/v1/sandboxes", {})
+        assert status == 503
+        [line] = [record.getMessage() for record in caplog.records if record.name == "dsec.node.http"]
+        assert failed["request_id"] in line and "POST /v1/sandboxes: node_full" in line
+        assert wrong["request_id"] not in line
 
     serve(scenario)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+import dsec
 from dsec.model.errors import InvalidSpec
 from dsec.node.config import parse
 
@@ -140,6 +141,14 @@ def test_tls_opens_other_addresses(tmp_path):
                 assert answer.status == 200
             with pytest.raises(aiohttp.ClientError):
                 await http.get(f"http://127.0.0.1:{port}/v1/health")
+        # Nobody knows who signed it: both clients say what to do.
+        async with dsec.AsyncClient(f"https://127.0.0.1:{port}") as client:
+            with pytest.raises(dsec.NodeUnreachable, match="SSL_CERT_FILE names"):
+                await client.node()
+        blocking = dsec.Client(f"https://127.0.0.1:{port}")
+        with pytest.raises(dsec.NodeUnreachable, match="SSL_CERT_FILE names"):
+            await asyncio.to_thread(blocking.node)
+        blocking.close()
         process.terminate()
         await process.communicate()
 

@@ -296,6 +296,43 @@ def test_check_raises_with_result_and_last_words(kit: Kit, serve: Serve) -> None
     kit.run(body())
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_key_of_the_callers_is_sent_with_every_try(kit: Kit, serve: Serve, streaming: bool) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if len(server.requests) == 1:
+            # Heard of, so that the client waits for it.
+            wire.answer(INFO)
+        elif len(server.requests) == 2:
+            wire.drop()
+        elif streaming:
+            stream_of({"started": "p-1"}, {"result": result(0)})(request, wire)
+        else:
+            wire.answer(result(0))
+
+    server = serve(script)
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url)
+        await get(sbx.info())
+        assert (await get(sbx.run("x", key="test-1", on_output=(lambda *_: None) if streaming else None))).ok
+
+    kit.run(body())
+    assert [request.key for request in server.requests] == [None, "test-1", "test-1"]
+
+
+def test_without_a_key_each_run_has_its_own(kit: Kit, serve: Serve) -> None:
+    server = serve(lambda request, wire: wire.answer(result(0)))
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url)
+        for _ in range(2):
+            await get(sbx.run("x"))
+
+    kit.run(body())
+    first, second = (request.key for request in server.requests)
+    assert first and second and first != second
+
+
 def test_commands_and_input_cross_exactly(kit: Kit, serve: Serve) -> None:
     server = serve(lambda request, wire: wire.answer(result(0)))
 
@@ -339,6 +376,10 @@ def test_commands_and_input_cross_exactly(kit: Kit, serve: Serve) -> None:
         ("timeout_s", {"command": "x", "timeout_s": 0}),
         ("timeout_s", {"command": "x", "timeout_s": "9"}),
         ("timeout_s", {"command": "x", "timeout_s": float("nan")}),
+        ("key", {"command": "x", "key": ""}),
+        ("key", {"command": "x", "key": "two words"}),
+        ("key", {"command": "x", "key": "k" * 129}),
+        ("key", {"command": "x", "key": 7}),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_sent(

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 import dsec
 from dsec.model import limits
+from dsec.sdk.options import tls_context
 from tests.kit.scripted import Request, Server, Wire
 from tests.unit.sdk.conftest import HASTY, INFO, PATIENT, Kit, get, result
 
@@ -43,6 +44,30 @@ def test_no_server_fails_at_once_and_says_what_to_do(kit: Kit, tmp_path: object)
     with pytest.raises(dsec.NodeUnreachable, match=r"dsec up") as caught:
         kit.run(get_in_loop(client))
     assert isinstance(caught.value, ConnectionError)
+
+
+def test_a_socket_that_is_not_ours_to_use_is_said_to_be_so(
+    kit: Kit, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may connect to every socket, so it is the kernel's answer that is made up.
+    def denied(sock: socket.socket, where: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", denied)
+    with pytest.raises(dsec.NodeUnreachable, match=r"root, only: sudo") as caught:
+        kit.run(get_in_loop(kit.client(f"unix://{tmp_path}/roots.sock")))
+    assert "dsec up" not in str(caught.value)
+
+
+def test_a_file_of_certificates_that_is_not_there_is_an_error(
+    kit: Kit, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", f"{tmp_path}/none.pem")
+    tls_context.cache_clear()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = kit.client(f"https://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(dsec.InvalidSpec, match=r"SSL_CERT_FILE=.*none\.pem.*No such file"):
+            kit.run(get_in_loop(client))
 
 
 def test_plain_http_to_a_server_that_wants_tls_is_told_so(kit: Kit) -> None:

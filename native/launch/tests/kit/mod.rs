@@ -550,8 +550,8 @@ impl Inventory {
             all
         };
         let find = format!(
-            // Spare groups stay on purpose, a bounded number of them.
-            "find /sys/fs/cgroup -type d -path '*{}*' ! -name '.spare-*' | sort",
+            // Spare groups stay on purpose, a bounded number of them; so do those of launchers.
+            "find /sys/fs/cgroup -type d -path '*{}*' ! -name '.spare-*' ! -name '.launcher-*' | sort",
             node.config.cgroup
         );
         let output = |script: &str| {

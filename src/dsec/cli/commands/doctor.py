@@ -117,7 +117,9 @@ def _extra() -> Finding:
 
     missing = [name for name in NODE_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        return Finding("package", "warning", f"no {', '.join(missing)}", "pip install 'dsec[node]' to run a node here")
+        return Finding(
+            "package", "warning", f"no {', '.join(missing)}", "to run a node here, in a clone: pip install '.[node]'"
+        )
     return Finding("package", "ok", "dsec[node] is installed")
 
 

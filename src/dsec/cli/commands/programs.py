@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import sys
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from dsec.cli.commands.common import client, pairs, switches
 from dsec.cli.terminal import Sink, note
 from dsec.model import limits
-from dsec.model.errors import InvalidSpec
+from dsec.model.errors import DsecError, InvalidSpec, ProgramNotStarted
 
 if TYPE_CHECKING:
     import argparse
@@ -69,6 +70,10 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 # Interpreters that wait for a person when they are called alone.
 INTERACTIVE: Final = frozenset({"sh", "bash", "dash", "zsh", "fish", "python", "python3", "ipython", "node", "irb"})
+# What a shell does itself: there are no programs of these names.
+BUILTINS: Final = frozenset({"cd", "export", "source", ".", "alias", "eval", "exec", "set", "ulimit", "umask", "unset"})
+# A layer's name with its tag, as it stands before the program for other tools.
+_LAYER: Final = re.compile(r"[a-z0-9][a-z0-9._-]*:[A-Za-z0-9][A-Za-z0-9._-]*")
 # Options of ours that are unlikely to be the program's.
 OURS: Final = frozenset(
     {
@@ -87,10 +92,17 @@ OURS: Final = frozenset(
 
 def advise(words: list[str], *, terminal: bool) -> None:
     """Notes on what a newcomer may have meant otherwise; the program runs in any case."""
+    first = words[0] if words else ""
     late = [word for word in words[1:] if word.partition("=")[0] in OURS]
-    if late and words[0] != "--":
+    if first.startswith("-") and first != "--":
+        note(f"dsec: {first} stands after the sandbox and is taken for the program; options of dsec stand before both")
+    elif late and first != "--":
         note(f"dsec: {late[0]} stands after the command and is given to the program; options of dsec stand before it")
     words = words[1:] if words[:1] == ["--"] else words
+    if len(words) > 1 and words[0] in BUILTINS:
+        note(f"dsec: {words[0]} is no program but a shell's; a shell runs what is one word: '{' '.join(words)}; ls'")
+    if words and _LAYER.fullmatch(words[0]):
+        note(f"dsec: {words[0]} is taken for the program; a layer is an option of `dsec run`: --base {words[0]}")
     if terminal and len(words) == 1 and words[0].rpartition("/")[2] in INTERACTIVE:
         note(
             f"dsec: no interactive shell yet: {words[0]} gets an empty input. Give it a command: dsec exec NAME 'ls -l'"
@@ -112,7 +124,10 @@ def run_command(args: argparse.Namespace) -> int:
     advise(args.command, terminal=_terminal())
     stdin = None if args.detach else _stdin(args)
     with ExitStack() as stack:
-        sandbox = _create(client(args), args)
+        try:
+            sandbox = _create(client(args), args)
+        except InvalidSpec as error:
+            raise _not_started(error) from error
         if args.detach:
             print(sandbox.id)
             return 0
@@ -121,6 +136,14 @@ def run_command(args: argparse.Namespace) -> int:
         else:
             stack.enter_context(sandbox)
         return _exit_code(_stream(sandbox, command, stdin, args, env=None))
+
+
+def _not_started(error: InvalidSpec) -> DsecError:
+    """The sandbox was made, and has no such directory or user: for who runs one program in it, that did not start."""
+    # One that is never allowed comes with what is.
+    if error.detail.get("field") in ("cwd", "user") and "allowed" not in error.detail:
+        return ProgramNotStarted(error.message, detail=error.detail)
+    return error
 
 
 def _create(made: Client, args: argparse.Namespace) -> Sandbox:

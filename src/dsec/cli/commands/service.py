@@ -86,7 +86,12 @@ def up_command(args: argparse.Namespace) -> int:
     if args.foreground:
         os.execv(sys.executable, line)
     starting = _Starting(line, state_dir)
-    node = _await(starting, run_dir, args.timeout_s)
+    try:
+        node = _await(starting, run_dir, args.timeout_s)
+    except KeyboardInterrupt:
+        # In a session of its own it has not heard of it, and would come up when nobody expects it any more.
+        _end(starting.process)
+        raise
     print(f"node {node} is up (pid {starting.process.pid}): {run_dir}/api.sock; log: {starting.log}")
     if any(word.partition("=")[0] == "--listen" for word in extra):
         print(
@@ -138,7 +143,7 @@ def _options_of(pid: int, run_dir: Path) -> dict[str, str]:
 def _require_node() -> None:
     missing = [name for name in NODE_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: pip install 'dsec[node]'")
+        raise Unsupported.lacks("dsec up", "dsec[node]", f"no {', '.join(missing)}: in a clone: pip install '.[node]'")
 
 
 class _Starting:

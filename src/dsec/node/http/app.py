@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from dsec.model import ids
 from dsec.model.errors import DsecError, Unsupported
@@ -14,6 +14,8 @@ from dsec.node.http.exchange import Exchange, Message, Receive, Send, Vanished
 from dsec.node.http.routes import Entry, Table
 
 log = logging.getLogger("dsec.node.http")
+
+SERVER_ERROR: Final = 500
 
 
 class App:
@@ -31,6 +33,16 @@ class App:
         try:
             await self._serve(scope, exchange)
         except DsecError as error:
+            if error.status >= SERVER_ERROR:
+                # Our own failures, for which the caller has but the request's id to ask about.
+                log.warning(
+                    "request %s: %s %s: %s: %s",
+                    exchange.request_id,
+                    scope["method"],
+                    scope["raw_path"].decode("latin-1"),
+                    error.code,
+                    error,
+                )
             await exchange.refuse(error)  # Cut, which the server below closes the connection for, comes out of it
         except Vanished:
             log.debug("%s: the client left within its request", exchange.request_id)

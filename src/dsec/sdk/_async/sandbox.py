@@ -74,6 +74,7 @@ class AsyncSandbox:
         timeout_s: float | None = None,
         on_output: values.OnOutput | None = None,
         check: bool = False,
+        key: str | None = None,
     ) -> RunResult:
         """Run a program to its end. A str runs as `/bin/sh -c`, a list is argv and needs no shell.
 
@@ -83,9 +84,11 @@ class AsyncSandbox:
         exception kills the run and is raised. Cancelling the call (KeyboardInterrupt, a cancelled task) kills the
         program. A connection that breaks is made again and the call goes on under its key; NodeUnreachable: the
         server is silent or stays away.
+        `key` names this run within the sandbox: whoever calls again with the same key and content, also a program that
+        was killed and started again, waits for that run's result, and nothing is started. Conflict: other content.
         """
         spec = values.make_run(command, cwd=cwd, env=env, user=user, stdin=stdin, timeout_s=timeout_s)
-        result = await AsyncRun(self._client.transport, self._path, spec, on_output).result()
+        result = await AsyncRun(self._client.transport, self._path, spec, on_output, key).result()
         if check and not result.ok:
             raise values.command_failed(command, result, self._id)
         return result

@@ -1,6 +1,9 @@
 # Generated from dsec/sdk/_async/run.py by scripts/generate_sync.py: edit that file.
 
-"""One run: asked for under one key, taken up again when the connection breaks, killed when its caller gives up."""
+"""One run: asked for under one key, taken up again when the connection breaks, killed when its caller gives up.
+
+The key is ours, or the caller's: one that is started again with it takes up what it began.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Final
 import msgspec
 
 from dsec.model.errors import DsecError, NodeUnreachable
-from dsec.model.ids import new_key
+from dsec.model.ids import check_key, new_key
 from dsec.model.specs import RunSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec
@@ -36,12 +39,14 @@ class _Interrupted(Exception):
 class Run:
     """One call of `run`."""
 
-    def __init__(self, transport: Transport, sandbox: str, spec: RunSpec, on_output: OnOutput | None) -> None:
+    def __init__(
+        self, transport: Transport, sandbox: str, spec: RunSpec, on_output: OnOutput | None, key: str | None
+    ) -> None:
         self._transport = transport
         self._sandbox = sandbox
         self._body = codec.encode(spec)
         self._on_output = on_output
-        self._key = new_key()
+        self._key = new_key() if key is None else check_key(key, "key")
         self._process: str | None = None
         # How much of each stream has been handed out.
         self._offsets = {1: 0, 2: 0}
@@ -76,7 +81,8 @@ class Run:
         sandbox = self._sandbox.rpartition("/")[2]
         error.add_note(
             f"{began}; once the node answers again, `dsec inspect {sandbox}` shows whether it still runs, and the same "
-            f"POST {self._sandbox}/run with `Idempotency-Key: {self._key}` waits for its result and starts nothing anew"
+            f"run with key={self._key!r} (over HTTP: the same POST {self._sandbox}/run with `Idempotency-Key: "
+            f"{self._key}`) waits for its result and starts nothing anew"
         )
 
     def _streamed(self) -> RunResult:

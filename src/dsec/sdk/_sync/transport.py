@@ -12,6 +12,7 @@ from dsec.model.errors import NodeUnreachable
 from dsec.sdk import codec, http1
 from dsec.sdk._sync.net import Conn, Pool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
+from dsec.sdk.options import advice
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
 
@@ -143,7 +144,7 @@ class Retry:
             self._deadline = now + self._timing.reconnect_s
             self._pause = self._timing.backoff_first_s
         if not self._transport.met or now + self._pause > self._deadline:
-            raise self._transport.unreachable(str(error)) from error
+            raise self._transport.unreachable(str(error), error.__cause__) from error
         sleep(self._pause)
         self._pause = min(self._pause * 2, self._timing.backoff_max_s)
         self._began = time.monotonic()
@@ -249,11 +250,9 @@ class Transport:
         finally:
             self._checking = 0
 
-    def unreachable(self, why: str) -> NodeUnreachable:
+    def unreachable(self, why: str, cause: BaseException | None = None) -> NodeUnreachable:
         """The error for this server."""
-        hint = "is it running? `dsec up` starts it" if self.target.scheme == "unix" else "check the URL and the node"
-        if self.target.scheme == "http" and "unanswered" in why:
-            hint = "a server that wants TLS does so: is it https://?"
+        hint = advice(self.target, why, cause)
         return NodeUnreachable(f"no answer from {self.target.url}: {why}; {hint}", detail={"url": self.target.url})
 
     def close(self) -> None:
