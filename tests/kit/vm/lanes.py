@@ -36,7 +36,7 @@ LEFT_OUT = {
     "tests/contract/test_openapi.py": "HTTP over the fake backend",
     "tests/contract/test_sdk_files.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_node.py": "the SDK over the fake backend",
-    "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; the kernel's part is in runtime/test_lost_disk.py",
+    "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; see runtime/test_lost_disk.py",
     "tests/root/test_bench.py": "compares with Docker, runc and a C program built on the spot; a guest has no network",
     "tests/root/test_wheel.py": "builds with cargo and pip; a guest has neither compilers nor network",
 }
