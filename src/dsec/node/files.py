@@ -77,6 +77,13 @@ class FileCalls:
         """Under a key at most once; without one as often as it is asked for, for what can be repeated."""
 
         async def done() -> tuple[bytes, list[Statement]]:
+            try:
+                async with self._helper(ref, user) as helper:
+                    return encode(await work(helper)), []
+            except Unavailable as error:
+                if error.detail.get("asked") is not False:
+                    raise
+            # The first was dead and heard nothing of it: another does it, once.
             async with self._helper(ref, user) as helper:
                 return encode(await work(helper)), []
 

@@ -430,7 +430,9 @@ class _Request:
 
     async def __aenter__(self) -> None:
         client = self._client
-        assert client.usable
+        if not client.usable:  # it has died since it was looked at last
+            client.close()
+            raise HelperGone("the file helper had ended before it was asked", detail={"asked": False})
         client._busy = True
         client._next += 1
         body = _encode({"id": client._next, "op": self._op, "args": self._args})

@@ -92,12 +92,16 @@ def test_what_lost_something_ends_and_says_so(node: Node, disk: Disk, kind: str)
 
 def test_a_disk_that_is_nearly_full_ends_nobody(node: Node, disk: Disk) -> None:
     with node.client() as c:
-        for name, kind in (("a", "ext4"), ("b", "tmpfs")):
+        has(c, "ext4")
+        boxes = [("a", "ext4"), ("b", "tmpfs")]
+        if "tmpfs" not in c.call("probe")["upper"]:  # cannot be idmapped before 6.3
+            boxes.pop()
+        for name, kind in boxes:
             create(c, name, kind)
         c.call("run.start", **run_plan("a", "before", ["sh", "-c", "echo kept > /f; sync"]))
         disk.fill(LEFT)
         for number in range(4):
-            for name in ("a", "b"):
+            for name, _ in boxes:
                 r = c.call("run.start", **run_plan(name, f"r{number}", ["sh", "-c", "echo x > /x; sleep 0.5; exit 3"]))
                 assert (r["exit_code"], r["limits_hit"]) == (3, [])
         assert c.call("sandbox.get", id="a")["state"] == "running"

@@ -187,6 +187,9 @@ async def test_one_that_ended_while_it_waited_is_seen_to_have(tmp_path: Path) ->
 
     async with helper(tmp_path, script) as client:
         await until(lambda: not client.usable)
+        with pytest.raises(HelperGone) as gone:
+            await client.stat(b"/f")
+        assert gone.value.detail == {"asked": False}
 
 
 @asynchronous
