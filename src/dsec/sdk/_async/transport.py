@@ -163,12 +163,24 @@ class AsyncTransport:
         self._checking = 0  # the pid of the process that is asking for the server's health
         self._failed_at = 0.0
 
-    async def call(self, method: str, path: str, to: type[T], *, body: bytes = b"", key: str | None = None) -> T:
+    async def call(
+        self,
+        method: str,
+        path: str,
+        to: type[T],
+        *,
+        body: bytes = b"",
+        made: Body | None = None,
+        key: str | None = None,
+    ) -> T:
         """One request and its decoded answer. Safe to repeat: it reads, or it carries a key."""
         retry = AsyncRetry(self)
         while True:
             try:
-                answer = await self.open(method, path, body=body, key=key)
+                if made is None:
+                    answer = await self.open(method, path, body=body, key=key)
+                else:
+                    answer = await self._accepted(await self._send_body(method, path, made, key))
                 try:
                     data = await answer.read()
                 finally:
@@ -198,20 +210,8 @@ class AsyncTransport:
         return await self._accepted(await self._send(data))
 
     async def upload(self, method: str, path: str, to: type[T], body: Body, *, key: str | None = None) -> T:
-        """One request whose body is sent as it is made, and its decoded answer. Safe to repeat, as `call`."""
-        retry = AsyncRetry(self)
-        while True:
-            try:
-                answer = await self._accepted(await self._send_body(method, path, body, key))
-                try:
-                    data = await answer.read()
-                finally:
-                    answer.close()
-                return codec.decode(data, to)
-            except Broken as error:
-                await retry.after(error)
-            except Garbage as error:
-                raise self.garbage(error) from error
+        """As `call`, with a body that is sent as it is made, and made again when it must be sent again."""
+        return await self.call(method, path, to, made=body, key=key)
 
     async def _accepted(self, answer: AsyncAnswer) -> AsyncAnswer:
         try:

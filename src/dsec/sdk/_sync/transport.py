@@ -165,12 +165,24 @@ class Transport:
         self._checking = 0  # the pid of the process that is asking for the server's health
         self._failed_at = 0.0
 
-    def call(self, method: str, path: str, to: type[T], *, body: bytes = b"", key: str | None = None) -> T:
+    def call(
+        self,
+        method: str,
+        path: str,
+        to: type[T],
+        *,
+        body: bytes = b"",
+        made: Body | None = None,
+        key: str | None = None,
+    ) -> T:
         """One request and its decoded answer. Safe to repeat: it reads, or it carries a key."""
         retry = Retry(self)
         while True:
             try:
-                answer = self.open(method, path, body=body, key=key)
+                if made is None:
+                    answer = self.open(method, path, body=body, key=key)
+                else:
+                    answer = self._accepted(self._send_body(method, path, made, key))
                 try:
                     data = answer.read()
                 finally:
@@ -200,20 +212,8 @@ class Transport:
         return self._accepted(self._send(data))
 
     def upload(self, method: str, path: str, to: type[T], body: Body, *, key: str | None = None) -> T:
-        """One request whose body is sent as it is made, and its decoded answer. Safe to repeat, as `call`."""
-        retry = Retry(self)
-        while True:
-            try:
-                answer = self._accepted(self._send_body(method, path, body, key))
-                try:
-                    data = answer.read()
-                finally:
-                    answer.close()
-                return codec.decode(data, to)
-            except Broken as error:
-                retry.after(error)
-            except Garbage as error:
-                raise self.garbage(error) from error
+        """As `call`, with a body that is sent as it is made, and made again when it must be sent again."""
+        return self.call(method, path, to, made=body, key=key)
 
     def _accepted(self, answer: Answer) -> Answer:
         try:
