@@ -137,6 +137,20 @@ def test_trees_go_both_ways(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_progress_that_raises_ends_the_copy(sbx: dsec.Sandbox, tmp_path: Path) -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyError(done)
+
+    (tmp_path / "big").write_bytes(bytes(2_000_000))
+    sbx.files.write("/old", "old")
+    with pytest.raises(KeyError):
+        sbx.files.upload(tmp_path / "big", "/old", on_progress=stop)
+    assert sbx.files.read_text("/old") == "old"
+    with pytest.raises(KeyError):
+        sbx.files.download("/old", tmp_path / "new", on_progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["big"]
+
+
 def test_a_watch_tells_what_changes(sbx: dsec.Sandbox) -> None:
     sbx.files.mkdir("/watched")
     with sbx.files.watch("/watched") as changes:
