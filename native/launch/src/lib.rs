@@ -23,6 +23,7 @@ mod mounting;
 pub mod netns;
 pub mod plan;
 pub mod probe;
+pub mod processes;
 mod run_cgroup;
 mod run_files;
 mod server;

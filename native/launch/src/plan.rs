@@ -143,6 +143,9 @@ pub struct RunPlan {
     pub head_bytes: u64,
     #[serde(default)]
     pub tail_bytes: u64,
+    /// So many of the newest bytes of each output stay readable, beside what the result has.
+    #[serde(default)]
+    pub spool_bytes: u64,
     #[serde(default)]
     pub memory_cgroup: bool,
     #[serde(default)]

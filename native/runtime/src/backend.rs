@@ -7,6 +7,7 @@ use std::time::Duration;
 use dsec_launch::cgroup::RunUsage;
 use dsec_launch::launcher::{Entered, FilesPlan};
 use dsec_launch::layers::Layer;
+use dsec_launch::processes::Process;
 use dsec_launch::upper::Upper;
 use dsec_launch::{Probe, Result, RunPlan, SandboxPlan, Usage};
 
@@ -77,6 +78,9 @@ pub trait Place: Send + Sync {
         leaf: &dyn Leaf,
         init: BorrowedFd<'_>,
     ) -> Result<Entered>;
+    /// Every process but file helpers', with `run` the name of a leaf; whether there are more. May wait for one
+    /// that is stuck.
+    fn processes(&self, uid_base: u32) -> Result<(Vec<Process>, bool)>;
     /// SIGKILL to everything. Never waits: the event loop calls it.
     fn kill(&self) -> Result<()>;
     fn usage(&self) -> Result<Usage>;

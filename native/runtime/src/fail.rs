@@ -14,6 +14,7 @@ pub const NAMES: &[&str] = &[
     "run.put_pid",
     "run.segment",
     "run.spliced",
+    "run.stdin",
     "run.ended",
     "run.put_outcome",
     "run.reaped",

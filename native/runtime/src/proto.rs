@@ -1,6 +1,7 @@
 //! The client protocol: frames, requests, answers. Values only.
 
 use dsec_launch::plan::Code;
+use dsec_launch::processes::Process;
 use dsec_launch::{LaunchError, RunPlan, SandboxPlan};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
@@ -15,6 +16,10 @@ pub const MAX_FRAME: usize = 8 << 20;
 pub const MAX_CAPTURE: u64 = 3 << 20;
 /// Data of one `out` event.
 pub const OUT_CHUNK: usize = 64 << 10;
+/// One `run.read`.
+pub const MAX_READ: u64 = 1 << 20;
+/// Newest bytes of one stream that can be kept readable.
+pub const MAX_SPOOL: u64 = 16 << 20;
 /// Longest sandbox id.
 pub const MAX_SANDBOX_ID: usize = 64;
 /// Longest run id.
@@ -78,11 +83,57 @@ pub struct Follow {
     pub window: u64,
     #[serde(default)]
     pub offsets: [u64; 2],
+    /// Never hold the program back: what is not kept any more is skipped.
+    #[serde(default)]
+    pub lossy: bool,
 }
 #[derive(Debug, Deserialize)]
 pub struct RunArgs {
     pub sandbox: String,
     pub run: String,
+}
+#[derive(Debug, Deserialize)]
+pub struct StdinArgs {
+    pub sandbox: String,
+    pub run: String,
+    #[serde(default)]
+    pub offset: u64,
+    #[serde(default)]
+    pub d: ByteBuf,
+    #[serde(default)]
+    pub eof: bool,
+}
+#[derive(Debug, Deserialize)]
+pub struct ReadArgs {
+    pub sandbox: String,
+    pub run: String,
+    /// 1 or 2.
+    pub s: u8,
+    #[serde(default)]
+    pub offset: u64,
+    #[serde(default = "read_max")]
+    pub max: u64,
+}
+/// What lives in a sandbox.
+#[derive(Debug, Serialize)]
+pub struct ProcessList {
+    pub processes: Vec<Process>,
+    /// There are more than are told.
+    pub more: bool,
+}
+/// Kept output, from `o` on; `total` is how much there was so far.
+#[derive(Debug, Serialize)]
+pub struct Kept {
+    pub o: u64,
+    pub d: ByteBuf,
+    pub total: u64,
+    pub state: &'static str,
+}
+/// How much of an open standard input was received, and whether more is of any use.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Fed {
+    pub size: u64,
+    pub closed: bool,
 }
 #[derive(Debug, Deserialize)]
 pub struct SandboxArgs {
@@ -114,6 +165,10 @@ pub struct FilesArgs {
 pub struct ShutdownArgs {
     #[serde(default)]
     pub restart: bool,
+}
+
+fn read_max() -> u64 {
+    MAX_READ
 }
 
 fn root() -> String {
@@ -286,12 +341,6 @@ pub fn check_run_id(id: &str) -> Result<(), LaunchError> {
 /// Checks what can be checked without the sandbox.
 pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
     check_run_id(&plan.run)?;
-    if plan.stdin_open {
-        return Err(LaunchError::unsupported(
-            "stdin_open",
-            "an open standard input is not there yet; give its content as `stdin`",
-        ));
-    }
     for (name, value) in [
         ("head_bytes", plan.head_bytes),
         ("tail_bytes", plan.tail_bytes),
@@ -299,6 +348,12 @@ pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
         if value > MAX_CAPTURE {
             return Err(LaunchError::field(name, format!("at most {MAX_CAPTURE}")));
         }
+    }
+    if plan.spool_bytes > MAX_SPOOL {
+        return Err(LaunchError::field(
+            "spool_bytes",
+            format!("at most {MAX_SPOOL}"),
+        ));
     }
     if plan.head_bytes + plan.tail_bytes > MAX_CAPTURE {
         return Err(LaunchError::field(
@@ -312,7 +367,7 @@ pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
     check_argv(plan)
 }
 
-fn too_long(what: &str, limit: usize) -> LaunchError {
+pub fn too_long(what: &str, limit: usize) -> LaunchError {
     LaunchError::new(
         Code::TooLong,
         format!("{what} is longer than {limit} bytes"),
@@ -423,6 +478,7 @@ mod tests {
             timeout_ms: 0,
             head_bytes: 0,
             tail_bytes: 0,
+            spool_bytes: 0,
             memory_cgroup: false,
             nice: 0,
         }

@@ -11,6 +11,7 @@ use dsec_launch::cgroup::{RunCgroup, RunFiles, RunUsage, SandboxCgroup};
 use dsec_launch::launcher::{Entered, FilesPlan, Launcher, Target};
 use dsec_launch::layers::Layer;
 use dsec_launch::plan::Code;
+use dsec_launch::processes::Process;
 use dsec_launch::upper::Upper;
 use dsec_launch::{Config, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};
 
@@ -309,6 +310,10 @@ impl Place for RealPlace {
         let files = RunFiles::open(&own(leaf)?.cgroup)?;
         let launcher = self.shared.pick(&self.shared.enterers);
         launcher.enter_files(&self.target(init), plan, socket, &files)
+    }
+
+    fn processes(&self, uid_base: u32) -> Result<(Vec<Process>, bool)> {
+        dsec_launch::processes::processes(&self.cgroup, uid_base)
     }
 
     fn kill(&self) -> Result<()> {

@@ -32,7 +32,7 @@ pytestmark = needs
         ({"run": ""}, "bad_request", "run"),
         ({"run": "r" * 300}, "bad_request", "run"),
         ({"sandbox": "nobody"}, "not_found", None),
-        ({"stdin_open": True}, "unsupported", None),
+        ({"spool_bytes": 1 << 40}, "bad_request", "spool_bytes"),
         ({"argv": "x"}, "bad_request", "args"),
         ({"timeout_ms": -1}, "bad_request", "args"),
         ({"cwd": b"/" + b"a/" * 2040}, "no_cwd", None),

@@ -343,6 +343,7 @@ impl Sandbox<'_> {
             timeout_ms: 0,
             head_bytes: 0,
             tail_bytes: 0,
+            spool_bytes: 0,
             memory_cgroup: true,
             nice: 0,
         }

@@ -4,6 +4,7 @@ mod client;
 mod disks;
 mod ending;
 mod files;
+mod input;
 mod killing;
 mod launching;
 mod link;
@@ -45,6 +46,9 @@ use sandbox::Sandbox;
 const WORKERS: usize = 8;
 /// Threads that launch runs.
 const LAUNCHERS: usize = 2;
+/// Threads that look at processes: one that is stuck in the kernel with its memory locked holds up who reads its
+/// arguments, and nobody else.
+const INSPECTORS: usize = 2;
 /// Events taken at once.
 const EVENTS: usize = 256;
 /// After a failed accept (descriptors ran out) the listening socket rests this long.
@@ -152,6 +156,7 @@ struct Server {
     results: Results,
     workers: Pool,
     launchers: Pool,
+    inspectors: Pool,
     instance: String,
     nofile: u64,
     binary_sha256: Option<String>,
@@ -210,6 +215,7 @@ pub fn run(options: Options) -> io::Result<()> {
         listen,
         workers: Pool::new("work", WORKERS, &results)?,
         launchers: Pool::new("launch", LAUNCHERS, &results)?,
+        inspectors: Pool::new("inspect", INSPECTORS, &results)?,
         results,
         instance: inventory.instance.clone(),
         nofile: nofile.min(inventory.nofile),
@@ -297,7 +303,7 @@ impl Server {
             Token::Process(i) => self.process_ready(i),
             Token::Status(i) => self.status_ready(i),
             Token::Output(i, s) => self.output_ready(i, s),
-            Token::Input(i) => self.input_ready(i),
+            Token::Input(i) => self.input_ready(i, flags),
             Token::Emptied(i) => self.tree_emptied(i),
             Token::Helper(i) => self.helper_ended(i),
             Token::HelperStatus(i) => self.helper_status(i),

@@ -1,5 +1,6 @@
 //! Requests: decoded, checked, and handed to what does them.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dsec_launch::plan::Code;
@@ -13,8 +14,8 @@ use super::{Server, Timer};
 use crate::backend::Backend;
 use crate::kproto::ToKeeper;
 use crate::proto::{
-    self, AckArgs, CreateArgs, FilesArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs,
-    Nothing, RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
+    self, AckArgs, CreateArgs, FilesArgs, Follow, HelloArgs, Id, IdArgs, Kept, KillArgs, LayerArgs,
+    Nothing, ProcessList, ReadArgs, RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
 };
 use crate::util;
 
@@ -97,6 +98,13 @@ impl Server {
                 let list = self.run_list(&proto::args(body)?)?;
                 self.answer(client, id, Ok(list));
             }
+            "run.read" => {
+                let kept = self.read_request(&proto::args(body)?)?;
+                self.answer(client, id, Ok(kept));
+            }
+            "run.stdin" => {
+                self.stdin_request(client, id, proto::args(body)?)?;
+            }
             "files" => {
                 let args: FilesArgs = proto::args(body)?;
                 self.files_start(client, id, args)?;
@@ -140,6 +148,10 @@ impl Server {
             "sandbox.wait" => {
                 let args: IdArgs = proto::args(body)?;
                 self.sandbox_wait(client, id, &args.id);
+            }
+            "process.list" => {
+                let args: SandboxArgs = proto::args(body)?;
+                self.process_list(client, id, &args.sandbox)?;
             }
             "sandbox.usage" => {
                 let args: IdArgs = proto::args(body)?;
@@ -233,7 +245,7 @@ impl Server {
         sum
     }
 
-    fn run_index(&self, args: &RunArgs) -> Result<u64, LaunchError> {
+    pub(super) fn run_index(&self, args: &RunArgs) -> Result<u64, LaunchError> {
         proto::check_sandbox_id(&args.sandbox)?;
         proto::check_run_id(&args.run)?;
         let name = (args.sandbox.clone(), args.run.clone());
@@ -262,6 +274,22 @@ impl Server {
         self.run_kill(index, args.signal, args.cause)
     }
 
+    fn read_request(&mut self, args: &ReadArgs) -> Result<Kept, LaunchError> {
+        let s = match args.s {
+            1 => 0,
+            2 => 1,
+            _ => return Err(LaunchError::field("s", "1 or 2")),
+        };
+        let index = self.run_index(&RunArgs {
+            sandbox: args.sandbox.clone(),
+            run: args.run.clone(),
+        })?;
+        // Nobody may have looked into its pipes yet.
+        self.settle(index);
+        let run = self.runs.get(&index).ok_or_else(super::results::gone)?;
+        Ok(run.read_kept(s, args.offset, args.max.min(proto::MAX_READ)))
+    }
+
     fn forget_request(&mut self, args: &RunArgs) -> Result<(), LaunchError> {
         let name = (args.sandbox.clone(), args.run.clone());
         if self.unknown.remove(&name) {
@@ -273,6 +301,39 @@ impl Server {
             return Err(LaunchError::new(Code::Busy, "the run has not ended"));
         }
         self.forget(index);
+        Ok(())
+    }
+
+    fn process_list(&mut self, client: u64, id: Id, name: &str) -> Result<(), LaunchError> {
+        let index = self.sandbox_index(name)?;
+        let place = self.running_place(index)?;
+        let Some(s) = self.sandboxes.get(&index) else {
+            return Ok(());
+        };
+        let uid_base = s.record.uid_base;
+        let runs = s.runs.values().filter_map(|i| self.runs.get(i));
+        // One that has left its cgroup to the next has nothing in it.
+        let with_leaf = runs.filter(|r| r.leaf.is_some() || !r.done());
+        let names: HashMap<String, String> = with_leaf
+            .map(|r| (r.leaf_name().to_owned(), r.id.clone()))
+            .collect();
+        let number = self.deadline(client, id, WORK_DEADLINE_NS);
+        self.inspectors.run(move || {
+            let listed = place.processes(uid_base).map(|(mut processes, more)| {
+                for process in &mut processes {
+                    process.run = process
+                        .run
+                        .take()
+                        .and_then(|leaf| names.get(&leaf).cloned());
+                }
+                ProcessList { processes, more }
+            });
+            Box::new(move |server: &mut Server| {
+                if server.deadlines.remove(&number).is_some() {
+                    server.answer(client, id, listed);
+                }
+            })
+        });
         Ok(())
     }
 

@@ -190,10 +190,9 @@ impl Server {
             .fds
             .remove(run::STDIN_PIPE)
             .zip(held.fds.remove(run::STDIN_FILE))
-            .map(|(pipe, file)| Feed {
-                pipe: Arc::new(pipe),
-                file: Arc::new(file),
-            });
+            .map(|(pipe, file)| Feed::new(Arc::new(pipe), Arc::new(file)));
+        let fed = feed.as_ref().and_then(|f| rustix::fs::fstat(&f.file).ok());
+        let fed = fed.map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         let status = held.fds.remove(run::STATUS);
         let run = Run {
             sandbox,
@@ -209,6 +208,8 @@ impl Server {
             status,
             streams,
             feed,
+            fed,
+            senders: Vec::new(),
             readers: Vec::new(),
             // A result that was on its way may not have arrived.
             delivered: false,

@@ -161,10 +161,11 @@ impl Server {
 
     /// Drops a run here and in the keeper.
     fn remove_entry(&mut self, index: u64) {
-        let Some(run) = self.runs.remove(&index) else {
+        let Some(mut run) = self.runs.remove(&index) else {
             return;
         };
         self.uncount_descriptors(&run);
+        self.input_over(&mut run);
         let key = run.key();
         if !run.meta.forgotten {
             self.run_ids
@@ -188,9 +189,6 @@ impl Server {
         }
         if let Some(fd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
             self.unwatch(fd.as_fd());
-        }
-        if let Some(feed) = &run.feed {
-            self.unwatch(feed.pipe.as_fd());
         }
         if let Err(e) = self.link.del(&key, run.kept()) {
             warning!("keeper.del", error = e);

@@ -9,6 +9,7 @@ use dsec_launch::LaunchError;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
+use super::input::Sender;
 use crate::backend::Leaf;
 use crate::proto::{Cause, Id, ResultUsage};
 
@@ -56,6 +57,18 @@ pub struct Meta {
     pub streamed: bool,
     /// The client does not want the result any more; only a leftover's pipe is still drained.
     pub forgotten: bool,
+    /// More standard input may come.
+    #[serde(default)]
+    pub stdin_open: bool,
+    /// So many of the newest bytes can be read, beside the tail of the result.
+    #[serde(default)]
+    pub spool_bytes: u64,
+}
+
+impl Meta {
+    pub fn kept_tail(&self) -> u64 {
+        self.tail_bytes.max(self.spool_bytes)
+    }
 }
 
 /// The final state, noted before the process is reaped.
@@ -101,16 +114,35 @@ pub struct Reader {
     pub request: Id,
     /// Wants `out` events.
     pub stream: bool,
+    /// Rather misses some than holds the program back.
+    pub lossy: bool,
     pub pos: [u64; 2],
     pub credit: u64,
     pub told_started: bool,
 }
 
-/// Standard input that did not fit the pipe at once.
+/// Standard input that did not fit the pipe at once, or is open.
 #[derive(Debug, Clone)]
 pub struct Feed {
     pub pipe: Arc<OwnedFd>,
     pub file: Arc<OwnedFd>,
+    /// The pipe is watched; if idle, for the end of its last reader only.
+    pub watched: bool,
+    pub idle: bool,
+    /// Up to here the memory of the file was given back.
+    pub hole_end: u64,
+}
+
+impl Feed {
+    pub fn new(pipe: Arc<OwnedFd>, file: Arc<OwnedFd>) -> Self {
+        Self {
+            pipe,
+            file,
+            watched: false,
+            idle: false,
+            hole_end: 0,
+        }
+    }
 }
 
 /// A cgroup that can serve the next run: empty, and what its counters say.
@@ -148,6 +180,10 @@ pub struct Run {
     pub ending: bool,
     pub streams: [Stream; 2],
     pub feed: Option<Feed>,
+    /// Standard input received so far.
+    pub fed: u64,
+    /// Whose pieces of standard input are to be answered.
+    pub senders: Vec<Sender>,
     pub readers: Vec<Reader>,
     pub delivered: bool,
     pub timer: Option<(u64, u64)>,

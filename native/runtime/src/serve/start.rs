@@ -9,21 +9,19 @@ use std::sync::Arc;
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::{LaunchError, RunPlan};
 use rustix::event::epoll::EventFlags;
-use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
+use super::input::make_stdin;
 use super::launching::{Copies, Launch, Launched, Pipes, Stdio, TakenLeaf};
 use super::pool::{Done, Finish};
 use super::results::gone;
-use super::run::{self, Feed, Meta, Reader, Run, Stream, Unsettled};
+use super::run::{self, Meta, Reader, Run, Stream, Unsettled};
 use super::sandbox::Phase;
 use super::{Server, Timer, Token};
 use crate::backend::Place;
 use crate::proto::{self, Follow, Id, Nothing};
 use crate::{info, util};
 
-/// What a pipe takes at once.
-const PIPE_BYTES: usize = 64 << 10;
 /// Most programs of a tool loop have ended by then, and what they said waits in their pipes: before that
 /// neither the output nor the success of the exec of a run that nobody follows is waited for. Each would
 /// wake the event loop, and the second its client, once more for every run. A program that fills its pipe
@@ -60,7 +58,7 @@ impl Server {
         self.check_room(sandbox_index)?;
         let init = self.init_fd(sandbox_index)?;
         let index = self.index();
-        let (stdio, pipes) = make_pipes(&plan.stdin).step("run.pipes")?;
+        let (stdio, pipes) = make_pipes(&plan.stdin, plan.stdin_open).step("run.pipes")?;
         let leaf = self.take_leaf(sandbox_index, plan.memory_cgroup);
         let copies = Copies::of(&pipes);
         let run = self.new_run(sandbox_index, &plan, &follow, pipes, leaf.name());
@@ -121,8 +119,10 @@ impl Server {
                 marked: None,
                 with_sandbox: false,
                 outcome: None,
-                streamed: follow.stream,
+                streamed: follow.stream && !follow.lossy,
                 forgotten: false,
+                stdin_open: plan.stdin_open,
+                spool_bytes: plan.spool_bytes,
             },
             leaf: None,
             spent: None,
@@ -135,6 +135,8 @@ impl Server {
             streams: [stream(out), stream(err)],
             kept_others: 0,
             feed: pipes.feed,
+            fed: plan.stdin.len() as u64,
+            senders: Vec::new(),
             readers: Vec::new(),
             delivered: false,
             timer: None,
@@ -272,9 +274,7 @@ impl Server {
         if let Some(fd) = run.pidfd.as_ref().filter(|_| process) {
             self.watch(fd.as_fd(), Token::Process(index), EventFlags::IN)?;
         }
-        if let Some(feed) = &run.feed {
-            self.watch(feed.pipe.as_fd(), Token::Input(index), EventFlags::OUT)?;
-        }
+        self.watch_input(index)?;
         self.watch_output(index);
         Ok(())
     }
@@ -367,6 +367,7 @@ impl Server {
             client,
             request: id,
             stream: follow.stream,
+            lossy: follow.lossy,
             pos: follow.offsets,
             credit: follow.window,
             told_started: false,
@@ -374,8 +375,10 @@ impl Server {
         if let Some(c) = self.clients.get_mut(&client) {
             c.follows.insert(index);
         }
-        if follow.stream {
+        if follow.stream && !follow.lossy {
             self.streamed(index);
+        } else if follow.stream {
+            self.settle(index);
         }
         self.pump(index);
     }
@@ -403,11 +406,11 @@ pub(super) fn unknown(run: &str) -> LaunchError {
     )
 }
 
-fn make_pipes(stdin: &[u8]) -> io::Result<(Stdio, Pipes)> {
+fn make_pipes(stdin: &[u8], open: bool) -> io::Result<(Stdio, Pipes)> {
     let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC);
     let (out, stdout) = pipe()?;
     let (err, stderr) = pipe()?;
-    let (stdin, feed) = make_stdin(stdin)?;
+    let (stdin, feed) = make_stdin(stdin, open)?;
     Ok((
         Stdio {
             stdin,
@@ -419,34 +422,4 @@ fn make_pipes(stdin: &[u8]) -> io::Result<(Stdio, Pipes)> {
             feed,
         },
     ))
-}
-
-/// What fits the pipe is written before the program starts; the rest is spliced from a sealed file.
-fn make_stdin(data: &[u8]) -> io::Result<(OwnedFd, Option<Feed>)> {
-    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-    if data.len() <= PIPE_BYTES {
-        write_all(&write, data)?;
-        return Ok((read, None));
-    }
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create("stdin", flags)?;
-    write_all(&file, data)?;
-    rustix::fs::fcntl_add_seals(
-        &file,
-        SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW,
-    )?;
-    rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0))?;
-    let feed = Feed {
-        pipe: Arc::new(write),
-        file: Arc::new(file),
-    };
-    Ok((read, Some(feed)))
-}
-
-fn write_all(fd: &OwnedFd, mut data: &[u8]) -> io::Result<()> {
-    while !data.is_empty() {
-        let n = rustix::io::retry_on_intr(|| rustix::io::write(fd, data))?;
-        data = &data[n..];
-    }
-    Ok(())
 }

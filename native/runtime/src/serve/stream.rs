@@ -20,10 +20,10 @@ use crate::proto::{self, Plain, OUT_CHUNK};
 use crate::{fail, warning};
 
 /// Moved at once for one run, so that one that floods leaves the others their turn.
-const SPLICE_BYTES: usize = 1 << 20;
+pub(super) const SPLICE_BYTES: usize = 1 << 20;
 /// A hole grows in steps of this, so that punching costs little per byte.
-const HOLE_STEP: u64 = 1 << 20;
-const PAGE: u64 = 4096;
+pub(super) const HOLE_STEP: u64 = 1 << 20;
+pub(super) const PAGE: u64 = 4096;
 /// Bytes a follower may lag behind before the pipe is left to fill.
 const MAX_LAG: u64 = 256 << 10;
 
@@ -274,39 +274,6 @@ impl Server {
             c.follows.remove(&index);
         }
     }
-
-    /// Standard input goes into its pipe as there is room.
-    pub(super) fn input_ready(&mut self, index: u64) {
-        let Some(run) = self.runs.get_mut(&index) else {
-            return;
-        };
-        let Some(feed) = &run.feed else { return };
-        match splice_between(feed.file.as_fd(), feed.pipe.as_fd(), SPLICE_BYTES) {
-            Ok(n) if n > 0 => return,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-            // All is written, or nobody reads it any more.
-            Ok(_) | Err(_) => {}
-        }
-        self.end_input(index);
-    }
-
-    pub(super) fn end_input(&mut self, index: u64) {
-        let Some(run) = self.runs.get_mut(&index) else {
-            return;
-        };
-        let Some(feed) = run.feed.take() else { return };
-        run.kept_others = run.kept_others.saturating_sub(2);
-        let key = run.key();
-        self.unwatch(feed.pipe.as_fd());
-        let put = Put {
-            key,
-            close: vec![run::STDIN_PIPE.to_owned(), run::STDIN_FILE.to_owned()],
-            ..Put::default()
-        };
-        if let Err(e) = self.link.put(put, &[]) {
-            warning!("keeper.put", error = e);
-        }
-    }
 }
 
 enum Next {
@@ -326,13 +293,14 @@ impl Run {
     }
 
     fn slowest(&self, s: usize) -> Option<u64> {
-        let streaming = self.readers.iter().filter(|r| r.stream);
+        // Whoever can do without some of it holds nobody up.
+        let streaming = self.readers.iter().filter(|r| r.stream && !r.lossy);
         streaming.map(|r| r.pos[s]).min()
     }
 
     /// Gives the memory of the middle back, but for what a follower has still to get.
     fn give_back(&mut self, s: usize) {
-        let (head, tail) = (self.meta.head_bytes, self.meta.tail_bytes);
+        let (head, tail) = (self.meta.head_bytes, self.meta.kept_tail());
         if self.hold {
             return;
         }
@@ -357,17 +325,9 @@ impl Run {
 
     /// The next `out` event of one stream for one follower, as far as its credit goes.
     fn chunk(&mut self, position: usize, s: usize) -> Option<Vec<u8>> {
+        let (from, end) = self.kept_from(s, self.readers[position].pos[s]);
         let reader = &mut self.readers[position];
-        let stream = &self.streams[s];
-        if reader.pos[s] >= self.meta.head_bytes && reader.pos[s] < stream.hole_end {
-            reader.pos[s] = stream.hole_end;
-        }
-        let from = reader.pos[s];
-        let end = if from < self.meta.head_bytes && stream.hole_end > 0 {
-            self.meta.head_bytes.min(stream.total)
-        } else {
-            stream.total
-        };
+        reader.pos[s] = from;
         let len = end
             .saturating_sub(from)
             .min(OUT_CHUNK as u64)
@@ -388,6 +348,35 @@ impl Run {
         };
         self.give_back(s);
         proto::frame(&event).ok()
+    }
+
+    /// Where the kept bytes from an offset on begin, and where those end.
+    fn kept_from(&self, s: usize, offset: u64) -> (u64, u64) {
+        let stream = &self.streams[s];
+        let head = self.meta.head_bytes;
+        let from = if offset >= head {
+            offset.max(stream.hole_end)
+        } else {
+            offset
+        };
+        if from < head && stream.hole_end > 0 {
+            (from, head.min(stream.total))
+        } else {
+            (from, stream.total)
+        }
+    }
+
+    /// `run.read`.
+    pub(super) fn read_kept(&self, s: usize, offset: u64, max: u64) -> proto::Kept {
+        let (from, end) = self.kept_from(s, offset);
+        let len = end.saturating_sub(from).min(max);
+        let d = self.streams[s].read(s, &self.meta, from, len);
+        proto::Kept {
+            o: from,
+            d: d.unwrap_or_default().into(),
+            total: self.streams[s].total,
+            state: self.state(),
+        }
     }
 
     /// Everything, when nothing was given back.
