@@ -270,6 +270,26 @@ def test_a_frozen_sandbox_is_answered(node: Node) -> None:
             files.write(b"/x", b"1")
 
 
+def test_a_helper_that_is_frozen_goes_when_it_comes_back(node: Node) -> None:
+    with node.client() as c:
+        create(c, "a")
+    files = Files(node.socket, "a")
+    freeze = frozen_file(node, "a")
+    freeze.write_text("1")
+    until(lambda: "frozen 1" in (freeze.parent / "cgroup.events").read_text())
+    files.send("write", {"path": b"/x"})
+    files.close()
+    freeze.write_text("0")
+    until(lambda: not groups(node, "a"))
+    with Files(node.socket, "a") as again, pytest.raises(RuntimeFault):
+        again.read(b"/x")
+    with node.client() as c:
+        last = Files(node.socket, "a")
+        freeze.write_text("1")
+        assert c.call("sandbox.stop", id="a")["state"] == "ended"
+        last.close()
+
+
 def test_a_sandbox_full_of_processes_has_room_for_a_helper(node: Node) -> None:
     with node.client() as c:
         create(c, "a", pids_max=12)
