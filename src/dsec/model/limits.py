@@ -64,3 +64,9 @@ REQUEST_MAX_BYTES: Final = 32 * MIB
 FILE_CALLS_MAX: Final = 16
 KEY_MAX_CHARS: Final = 128
 FRAME_MAX_BYTES: Final = 8 * MIB
+
+TERMINAL_MAX: Final = 4096  # rows and columns
+SPOOL_BYTES: Final = 16 * MIB  # newest output of each stream of a spawned program that stays readable
+INPUT_PIECE_MAX_BYTES: Final = 1 * MIB  # of one call that gives a program input
+PROGRAMS_KEPT: Final = 64  # ended programs of a sandbox whose output is kept
+SESSIONS_MAX: Final = 256  # alive in a sandbox

@@ -1,0 +1,157 @@
+"""Programs that are talked to: what `spawn` and `session` take, what they and the process list give."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import msgspec
+
+from dsec.model import limits
+from dsec.model.errors import InvalidSpec
+from dsec.model.specs import RunSpec, check_env, check_path, check_user
+from dsec.model.states import RunResult
+
+ProgramKind = Literal["run", "spawn", "session"]
+ProgramState = Literal["starting", "running", "ended"]
+
+
+class Terminal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The size of a terminal, in characters."""
+
+    rows: int = 24
+    cols: int = 80
+
+    def check(self) -> Self:
+        """The Terminal itself when both sizes are allowed. Raises InvalidSpec."""
+        for field, value in (("rows", self.rows), ("cols", self.cols)):
+            if not 1 <= value <= limits.TERMINAL_MAX:
+                raise InvalidSpec.field(field, value, f"1 to {limits.TERMINAL_MAX}")
+        return self
+
+
+class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One program to start and not wait for. `command`, `argv`, `cwd`, `env`, `user`, `timeout_s` as in a RunSpec.
+
+    `stdin`: whether its standard input stays open (else it is empty). `tty`: it gets a terminal of this size for all
+    three streams; then it has one output, stream 1. `keepalive`: whether the sandbox is not idle while it lives.
+    """
+
+    command: str | list[str] | None = None
+    argv: list[bytes] | None = None
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+    timeout_s: float | None = None
+    stdin: bool = True
+    tty: Terminal | None = None
+    keepalive: bool = True
+
+    def check(self) -> Self:
+        """The SpawnSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
+        self.run_spec().check()
+        if self.tty is not None:
+            self.tty.check()
+            if not self.stdin:
+                raise InvalidSpec.field("stdin", False, "true with a tty: a terminal has an input")
+        return self
+
+    def run_spec(self) -> RunSpec:
+        """What of it every program has."""
+        return RunSpec(
+            command=self.command,
+            argv=self.argv,
+            cwd=self.cwd,
+            env=self.env,
+            user=self.user,
+            timeout_s=self.timeout_s,
+        )
+
+
+class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A shell that lives on between commands. `shell`: its path inside; None: bash where it is there, else sh."""
+
+    shell: str | None = None
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+    keepalive: bool = True
+
+    def check(self) -> Self:
+        """The SessionSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
+        check_env(self.env)
+        for field, path in (("shell", self.shell), ("cwd", self.cwd)):
+            if path is not None:
+                check_path(field, path)
+        if self.user is not None:
+            check_user(self.user)
+        return self
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A program that a call has started. `result`: once it has ended. Times are seconds since the epoch."""
+
+    id: str
+    kind: ProgramKind
+    state: ProgramState
+    step: int = 0
+    command: str = ""
+    started_at: float = 0.0
+    tty: bool = False
+    stdin: bool = False
+    keepalive: bool = True
+    result: RunResult | None = None
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process alive in a sandbox, as its kernel sees it.
+
+    `id`: the program (a call's) it belongs to; None: the init, and what belongs to none that is known. `main`: it is
+    that program itself, not a child. `argv`, `name`, `cwd` are what the process says of itself (cut when long; bytes
+    that are no UTF-8 are surrogate escapes). `uid` None: nobody's inside. `status` is the kernel's letter (R S D T Z),
+    `wait_channel` the kernel function it sleeps in, where the kernel tells.
+    """
+
+    pid: int
+    ppid: int
+    id: str | None = None
+    main: bool = False
+    argv: tuple[str, ...] = ()
+    name: str = ""
+    cwd: str = ""
+    uid: int | None = None
+    status: str = ""
+    wait_channel: str = ""
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    age_s: float = 0.0
+    threads: int = 1
+
+
+class OutputPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Kept output of one stream. `offset` of its first byte, which is later than asked for where that is not kept."""
+
+    stream: int
+    offset: int
+    data: bytes
+    total: int  # bytes there were so far
+    ended: bool = False  # the program has ended: there will be no more
+
+
+class InputState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`size`: bytes of input taken so far. `closed`: nobody reads it any more."""
+
+    size: int
+    closed: bool = False
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A session. `program`: its shell, as a program; `commands`: how many it was given."""
+
+    id: str
+    program: str
+    shell: str
+    state: Literal["running", "ended"]
+    commands: int = 0
+    busy: bool = False
+    started_at: float = 0.0
+    exit_code: int | None = None
