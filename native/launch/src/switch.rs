@@ -26,6 +26,8 @@ pub const NETNS_REUSE: &str = "netns.reuse";
 pub const CGROUP_REUSE: &str = "cgroup.reuse";
 /// The file helper stays out of the sandbox's pid namespace; without it, it is a process among others there.
 pub const FILES_HIDDEN: &str = "files.hidden";
+/// What a run left behind and writes in small pieces is drained now and then; without it at each piece.
+pub const OUTPUT_REST: &str = "output.rest";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -39,6 +41,7 @@ pub const NAMES: &[&str] = &[
     NETNS_REUSE,
     CGROUP_REUSE,
     FILES_HIDDEN,
+    OUTPUT_REST,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

@@ -145,6 +145,8 @@ enum Timer {
     Disks,
     /// A file helper had its time to get ready.
     Helper(u64),
+    /// The output of what a run left behind is to be drained again.
+    Rested(u64, usize),
 }
 
 struct Server {
@@ -375,6 +377,7 @@ impl Server {
                 Timer::Traced(i) => self.look_at_traced(i),
                 Timer::Disks => self.look_at_disks(),
                 Timer::Helper(i) => self.helper_late(i),
+                Timer::Rested(i, s) => self.rested(i, s),
                 Timer::Accept => {
                     let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);
                 }

@@ -97,6 +97,8 @@ pub struct Stream {
     /// Whether the pipe is watched. Not watching means taking it out of epoll: a pipe whose writers are
     /// gone reports that even when nothing was asked for.
     pub watched: bool,
+    /// The run has ended, and what it left behind writes in small pieces: not looked at for a moment.
+    pub resting: bool,
     /// Holds everything that has left the pipe at its own offset; the middle may be a hole.
     pub segment: Option<OwnedFd>,
     pub total: u64,

@@ -7,6 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use dsec_launch::switch;
 use dsec_sys::io::{punch_hole, splice_between, splice_to_file};
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -14,16 +15,20 @@ use rustix::fs::{MemfdFlags, OFlags};
 
 use super::client::OUT_SOFT;
 use super::run::{self, Run, Stream};
-use super::{Server, Token};
+use super::{Server, Timer, Token};
 use crate::kproto::Put;
 use crate::proto::{self, Plain, OUT_CHUNK};
-use crate::{fail, warning};
+use crate::{fail, util, warning};
 
 /// Moved at once for one run, so that one that floods leaves the others their turn.
 pub(super) const SPLICE_BYTES: usize = 1 << 20;
 /// A hole grows in steps of this, so that punching costs little per byte.
 pub(super) const HOLE_STEP: u64 = 1 << 20;
 pub(super) const PAGE: u64 = 4096;
+/// What is left behind by a run is drained into the bin: after less than this (half a pipe) the pipe is left alone for
+/// a while.
+const REST_BELOW: usize = 32 << 10;
+const REST_NS: u64 = 10_000_000;
 /// Bytes a follower may lag behind before the pipe is left to fill.
 const MAX_LAG: u64 = 256 << 10;
 
@@ -42,7 +47,12 @@ impl Server {
                 return;
             };
             // Nothing is read before the launch has told the keeper, and everything after the end.
-            let want = run.pid.is_some() && run.unsettled.is_none() && (run.done() || !run.lags(s));
+            let free = if run.done() {
+                !run.streams[s].resting
+            } else {
+                !run.lags(s)
+            };
+            let want = run.pid.is_some() && run.unsettled.is_none() && free;
             let stream = &mut run.streams[s];
             let Some(pipe) = &stream.pipe else { continue };
             if want == stream.watched {
@@ -172,11 +182,26 @@ impl Server {
         else {
             return;
         };
-        if matches!(
-            splice_between(pipe.as_fd(), null.as_fd(), SPLICE_BYTES),
-            Ok(0)
-        ) {
-            self.close_pipe(index, s);
+        match splice_between(pipe.as_fd(), null.as_fd(), SPLICE_BYTES) {
+            Ok(0) => self.close_pipe(index, s),
+            Ok(n) if n < REST_BELOW && !switch::off(switch::OUTPUT_REST) => self.rest(index, s),
+            Ok(_) | Err(_) => {}
+        }
+    }
+
+    /// Whatever writes in small pieces would wake us for each; the pipe takes what comes in the meantime.
+    fn rest(&mut self, index: u64, s: usize) {
+        if let Some(run) = self.runs.get_mut(&index) {
+            run.streams[s].resting = true;
+        }
+        self.at(util::monotonic_ns() + REST_NS, Timer::Rested(index, s));
+        self.watch_output(index);
+    }
+
+    pub(super) fn rested(&mut self, index: u64, s: usize) {
+        if let Some(run) = self.runs.get_mut(&index) {
+            run.streams[s].resting = false;
+            self.watch_output(index);
         }
     }
 
