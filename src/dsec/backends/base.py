@@ -14,11 +14,13 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport
+from dsec.model.processes import InputState, OutputPiece, Process, Terminal
 from dsec.model.states import Capabilities, EndReason, RunOutcome, Usage
 
 HANDLE_VERSION = 1
 
-# Called with (stream 1 or 2, offset of the first byte, bytes); the awaited time is back-pressure.
+# Called with (stream, offset of the first byte, bytes); the awaited time is back-pressure. Streams are standard output
+# (1), standard error (2) and, of a program that has one, the control stream (3).
 Sink = Callable[[int, int, bytes], Awaitable[None]]
 # Bytes of a file or a tree; a view is valid until the next piece.
 Piece = bytes | memoryview
@@ -72,7 +74,12 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One program to run, complete: nothing is looked up any more. `process_id` makes starting it idempotent."""
+    """One program to run, complete: nothing is looked up any more. `process_id` makes starting it idempotent.
+
+    `stdin_open`: `stdin` are the first bytes of its input, more come by `write_stdin`. `tty`: a terminal of this size,
+    with one output (1). `control`: a third output, its descriptor 3. Of each output the newest `spool_bytes` stay
+    readable until it is forgotten.
+    """
 
     process_id: str
     argv: tuple[bytes, ...]
@@ -83,6 +90,10 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     head_bytes: int = limits.OUTPUT_HEAD_BYTES
     tail_bytes: int = limits.OUTPUT_TAIL_BYTES
+    stdin_open: bool = False
+    tty: Terminal | None = None
+    control: bool = False
+    spool_bytes: int = 0
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +102,23 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     process_id: str
     state: str  # starting | running | ended
     pid: int | None = None
+
+
+class ProgramStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A program as it is now; usage and limits since its start. `totals`: bytes of each output so far."""
+
+    ended: bool
+    usage: Usage
+    limits_hit: tuple[str, ...] = ()
+    totals: tuple[int, ...] = (0, 0)
+    input: InputState | None = None
+
+
+class Inside(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes alive in a sandbox; `more`: there are some beyond those listed."""
+
+    processes: tuple[Process, ...]
+    more: bool = False
 
 
 class Files(Protocol):
@@ -186,13 +214,48 @@ class Guest(Protocol):
         ...
 
     async def attach(
-        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
+        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, ...] = (0, 0), lossy: bool = False
     ) -> RunOutcome:
-        """Wait for a program that was started before. NotFound: it was never launched, or is forgotten."""
+        """Wait for a program that was started before. NotFound: it was never launched, or is forgotten.
+
+        A `lossy` reader never makes the program wait: what it was too slow for is a jump of the offset.
+        """
         ...
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
         """Send a signal to its process; without one, kill its whole tree at once. After its end: nothing happens."""
+        ...
+
+    async def write_stdin(self, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
+        """More input for a program with an open one; returns once little of it waits to be read.
+
+        Idempotent: a part that was taken before is skipped. InvalidSpec: an offset beyond what was taken, `eof` for a
+        terminal; Conflict: its input is not open; Exhausted: too much waits.
+        """
+        ...
+
+    async def resize(self, process_id: str, size: Terminal) -> None:
+        """Another size for its terminal. Conflict: it has none."""
+        ...
+
+    async def read_output(self, process_id: str, stream: int, offset: int, limit: int) -> OutputPiece:
+        """What is kept of an output from an offset on, without waiting."""
+        ...
+
+    async def status(self, process_id: str) -> ProgramStatus:
+        """As it is now."""
+        ...
+
+    async def fence(self, process_id: str) -> int:
+        """What the program begins from now on can be killed by itself. Fences count from 1."""
+        ...
+
+    async def kill_fence(self, process_id: str, fence: int) -> None:
+        """Kill what was begun since that fence, the newest, with all its descendants; the program lives on."""
+        ...
+
+    async def inside(self) -> Inside:
+        """Every process that is alive."""
         ...
 
     async def processes(self) -> list[ProcessInfo]:

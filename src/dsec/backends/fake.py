@@ -8,6 +8,7 @@ a `Clock` that a test replaces; faults are armed on demand (`world.faults`). Wha
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections import Counter
@@ -15,11 +16,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from dsec.backends.base import Exit, Files, Guest, Handle, ProcessInfo, RunPlan, Sink, StartPlan
+from dsec.backends.base import (
+    Exit,
+    Files,
+    Guest,
+    Handle,
+    Inside,
+    ProcessInfo,
+    ProgramStatus,
+    RunPlan,
+    Sink,
+    StartPlan,
+)
 from dsec.backends.fake_files import FakeFiles, Tree, check_user
 from dsec.backends.fake_runs import FakeRun
 from dsec.model import failpoint
-from dsec.model.errors import Conflict, DsecError, NodeFull, NotFound, SandboxLost, Unknown
+from dsec.model.errors import Conflict, DsecError, InvalidSpec, NodeFull, NotFound, SandboxLost, Unknown, Unsupported
+from dsec.model.processes import InputState, OutputPiece, Process, Terminal
 from dsec.model.states import Capabilities, Capability, EndReason, RunOutcome, Usage
 
 TERM: Final = 15
@@ -210,6 +223,10 @@ class FakeGuest:
         await self._visit("run")
         box = self._sandbox
         run = box.runs.get(plan.process_id)
+        if plan.tty is not None:
+            raise _no_terminals()
+        if plan.control:
+            raise _no_sessions()
         if run is None:
             run = FakeRun(plan, box.plan, box.directories, self._world.clock, self._world.next_pid())
             box.runs[plan.process_id] = run
@@ -219,10 +236,60 @@ class FakeGuest:
         return await run.follow(sink, (0, 0))
 
     async def attach(
-        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
+        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, ...] = (0, 0), lossy: bool = False
     ) -> RunOutcome:
         await self._visit("run_attach")
-        return await self._sandbox.find(process_id).follow(sink, offsets)
+        return await self._sandbox.find(process_id).follow(sink, offsets, lossy=lossy)
+
+    async def write_stdin(self, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
+        await self._visit("write_stdin")
+        run = self._sandbox.find(process_id)
+        if not run.plan.stdin_open:
+            raise Conflict(f"the input of {process_id} is not open", detail={"reason": "stdin"})
+        if offset > run.input.size:
+            raise InvalidSpec.field("offset", offset, f"at most {run.input.size}, where its input is now")
+        if not run.input.ended:
+            await run.input.give(data[run.input.size - offset :], eof=eof)
+        return InputState(size=run.input.size, closed=run.input.ended)
+
+    async def resize(self, process_id: str, size: Terminal) -> None:
+        raise _no_terminals()
+
+    async def read_output(self, process_id: str, stream: int, offset: int, limit: int) -> OutputPiece:
+        await self._visit("read_output")
+        return self._sandbox.find(process_id).kept(stream, offset, limit)
+
+    async def status(self, process_id: str) -> ProgramStatus:
+        await self._visit("status")
+        return self._sandbox.find(process_id).status()
+
+    async def fence(self, process_id: str) -> int:
+        raise _no_sessions()
+
+    async def kill_fence(self, process_id: str, fence: int) -> None:
+        raise _no_sessions()
+
+    async def inside(self) -> Inside:
+        await self._visit("inside")
+        init = Process(pid=1, ppid=0, argv=("init",), name="init", uid=0, status="S")
+        runs = [
+            Process(
+                pid=run.pid,
+                ppid=0,
+                id=run.plan.process_id,
+                main=True,
+                argv=tuple(map(os.fsdecode, run.plan.argv)),
+                name=os.fsdecode(run.plan.argv[0]).rpartition("/")[2],
+                cwd=run.plan.cwd,
+                uid=0,
+                status="S",
+                cpu_s=run.cpu_s,
+                memory_bytes=run.memory_bytes,
+            )
+            for run in self._sandbox.runs.values()
+            if run.alive
+        ]
+        return Inside(processes=(init, *runs))
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
         await self._visit("kill")
@@ -257,6 +324,14 @@ class FakeGuest:
         if run is not None and not run.alive:
             self._sandbox.cpu_s += run.cpu_s
             del self._sandbox.runs[process_id]
+
+
+def _no_terminals() -> Unsupported:
+    return Unsupported.lacks("a terminal", "terminals", "nothing real runs in the fake")
+
+
+def _no_sessions() -> Unsupported:
+    return Unsupported.lacks("a session", "a real shell", "nothing real runs in the fake")
 
 
 class FakeRuntime:

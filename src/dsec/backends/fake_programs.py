@@ -20,7 +20,7 @@ from dsec.model.errors import ProgramNotStarted
 from dsec.model.states import Cause
 
 if TYPE_CHECKING:
-    from dsec.backends.fake_runs import FakeRun
+    from dsec.backends.fake_runs import FakeRun, Input
 
 Program = Callable[["FakeRun"], Coroutine[None, None, int]]
 
@@ -57,7 +57,7 @@ class Shell:
         self.env = dict(plan.env)
         self.cwd = plan.cwd
         self.status = 0
-        self.stdin = plan.stdin
+        self.stdin: Input | None = None  # None: nothing to read
 
     def path(self, name: str) -> str:
         """A name as an absolute path."""
@@ -84,9 +84,23 @@ class Shell:
             return int(leave.args[0]) & 0xFF
         return self.status
 
+    def _child(self) -> Shell:
+        child = Shell(self.plan, self.directories)
+        child.stdin = self.stdin
+        return child
+
+    async def lines(self, run: FakeRun) -> int:
+        """Run what comes on its input, each line once it is whole."""
+        assert self.stdin is not None
+        text = b""
+        while data := await self.stdin.read():
+            whole, _, text = (text + data).rpartition(b"\n")
+            await self.script(run, os.fsdecode(whole))
+        return await self.script(run, os.fsdecode(text))
+
     def _background(self, words: list[str]) -> Program:
         child = Shell(self.plan, self.directories)
-        child.env, child.cwd, child.stdin = dict(self.env), self.cwd, b""
+        child.env, child.cwd = dict(self.env), self.cwd
 
         async def program(run: FakeRun) -> int:
             return await child.command(run, words)
@@ -103,7 +117,7 @@ class Shell:
             return 0
         name = words[0].rpartition("/")[2]
         if name in SHELLS and words[1:2] == ["-c"]:
-            return await Shell(self.plan, self.directories).script(run, words[2])
+            return await self._child().script(run, words[2])
         if (builtin := COMMANDS.get(name)) is None:
             await run.write(2, f"sh: {words[0]}: not found\n".encode())
             return NOT_FOUND
@@ -145,10 +159,11 @@ def load(plan: RunPlan, directories: set[str]) -> Program:
     words = [os.fsdecode(word) for word in plan.argv]
 
     async def program(run: FakeRun) -> int:
+        shell.stdin = run.input
         if name in SHELLS and words[1:2] == ["-c"]:
             return await shell.script(run, words[2])
         if name in SHELLS:
-            return await shell.script(run, os.fsdecode(plan.stdin))
+            return await shell.lines(run)
         return await _invoke(COMMANDS[name], shell, run, words, 1)
 
     return program
@@ -222,8 +237,9 @@ async def _printf(shell: Shell, run: FakeRun, args: list[str], stream: int) -> i
 
 
 async def _cat(shell: Shell, run: FakeRun, args: list[str], stream: int) -> int:
-    data, shell.stdin = shell.stdin, b""
-    return await _emit(run, stream, data)
+    while shell.stdin is not None and (data := await shell.stdin.read()):
+        await _emit(run, stream, data)
+    return 0
 
 
 async def _sleep(shell: Shell, run: FakeRun, args: list[str], stream: int) -> int:

@@ -8,9 +8,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from dsec.backends import fake_programs as programs
-from dsec.backends.base import RunPlan, Sink, StartPlan
+from dsec.backends.base import ProgramStatus, RunPlan, Sink, StartPlan
 from dsec.model import limits
 from dsec.model.errors import DsecError
+from dsec.model.processes import InputState, OutputPiece
 from dsec.model.states import Cause, Output, RunOutcome, Usage
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Output is handed on in pieces of at most this size, as a pipe would.
 PIECE_BYTES: Final = 64 * limits.KIB
+# A writer to open input waits while more than this was not read.
+INPUT_WAITING_BYTES: Final = 256 * limits.KIB
 # CPU a program of the fake is said to use, so that usage is never zero.
 CPU_PER_RUN_S: Final = 0.001
 
@@ -28,9 +31,10 @@ _NEVER_IGNORED = frozenset({signals.SIGKILL, signals.SIGSTOP})
 class Capture:
     """The head and the tail of one output stream."""
 
-    def __init__(self, head_bytes: int, tail_bytes: int) -> None:
+    def __init__(self, head_bytes: int, tail_bytes: int, spool_bytes: int = 0) -> None:
         self._head_limit = head_bytes
-        self._tail_limit = tail_bytes
+        self._result_tail = tail_bytes
+        self._tail_limit = max(tail_bytes, spool_bytes)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
@@ -60,13 +64,50 @@ class Capture:
 
     def output(self) -> Output:
         """As a value."""
-        return Output(head=bytes(self.head), tail=bytes(self.tail), total=self.total)
+        tail = self.tail[max(0, len(self.tail) - self._result_tail) :]
+        return Output(head=bytes(self.head), tail=bytes(tail), total=self.total)
+
+
+class Input:
+    """Standard input that is open: what was taken, and what was read of it."""
+
+    def __init__(self, first: bytes, *, open_: bool) -> None:
+        self.size = len(first)
+        self.ended = not open_
+        self._unread = bytearray(first)
+        self._changed = asyncio.Condition()
+
+    async def give(self, data: bytes, *, eof: bool) -> None:
+        """More of it; returns once little of it waits to be read."""
+        async with self._changed:
+            self._unread += data
+            self.size += len(data)
+            self.ended = self.ended or eof
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: len(self._unread) <= INPUT_WAITING_BYTES)
+
+    async def read(self) -> bytes:
+        """What is there, once something is; empty: the end."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._unread or self.ended)
+            data = bytes(self._unread)
+            self._unread.clear()
+            self._changed.notify_all()
+            return data
+
+    async def drop(self) -> None:
+        """Nobody reads it any more."""
+        async with self._changed:
+            self.ended = True
+            self._unread.clear()
+            self._changed.notify_all()
 
 
 class Reader:
     """Someone who reads along. What it has not taken yet is bounded: the program waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lossy: bool = False) -> None:
+        self.lossy = lossy
         self.pending: deque[tuple[int, int, bytes]] = deque()
         self.size = 0
         self.more = asyncio.Event()
@@ -75,9 +116,11 @@ class Reader:
 
     def push(self, stream: int, offset: int, data: bytes) -> None:
         """Queue a piece of output."""
+        if self.lossy and self.size >= limits.STREAM_WINDOW_BYTES:
+            return  # it would rather miss some than hold the program back
         self.pending.append((stream, offset, data))
         self.size += len(data)
-        if self.size >= limits.STREAM_WINDOW_BYTES:
+        if self.size >= limits.STREAM_WINDOW_BYTES and not self.lossy:
             self.room.clear()
         self.more.set()
 
@@ -108,7 +151,9 @@ class FakeRun:
         self.ignored: set[int] = set()
         self._box = box
         self._clock = clock
-        self._captures = (Capture(plan.head_bytes, plan.tail_bytes), Capture(plan.head_bytes, plan.tail_bytes))
+        kept = (plan.head_bytes, plan.tail_bytes, plan.spool_bytes)
+        self._captures = (Capture(*kept), Capture(*kept))
+        self.input = Input(plan.stdin, open_=plan.stdin_open)
         self._readers: list[Reader] = []
         self._children: set[asyncio.Task[int]] = set()
         self._verdict: tuple[Cause, int] | None = None
@@ -215,6 +260,7 @@ class FakeRun:
         if self._error is None:
             self._outcome = self._conclude(task)
         self.done.set()
+        asyncio.get_running_loop().create_task(self.input.drop())
         for reader in self._readers:
             reader.more.set()
 
@@ -242,18 +288,31 @@ class FakeRun:
             usage=Usage(cpu_user_s=self.cpu_s, memory_peak_bytes=self.memory_bytes),
         )
 
-    async def follow(self, sink: Sink | None, offsets: tuple[int, int]) -> RunOutcome:
+    async def follow(self, sink: Sink | None, offsets: tuple[int, ...], *, lossy: bool = False) -> RunOutcome:
         """Wait for its end; with a sink, read along from the offsets on."""
         if sink is not None:
-            await self._read_along(sink, offsets)
+            await self._read_along(sink, offsets, lossy=lossy)
         await self.done.wait()
         if self._error is not None:
             raise self._error
         assert self._outcome is not None
         return self._outcome
 
-    async def _read_along(self, sink: Sink, offsets: tuple[int, int]) -> None:
-        reader = Reader()
+    def kept(self, stream: int, offset: int, limit: int) -> OutputPiece:
+        """Kept output from an offset on."""
+        capture = self._captures[stream - 1]
+        at, data = next(iter(capture.kept_from(offset)), (capture.total, b""))
+        return OutputPiece(stream=stream, offset=at, data=data[:limit], total=capture.total, ended=not self.alive)
+
+    def status(self) -> ProgramStatus:
+        """As it is now."""
+        totals = tuple(capture.total for capture in self._captures)
+        usage = Usage(cpu_user_s=self.cpu_s, memory_peak_bytes=self.memory_bytes)
+        taken = InputState(size=self.input.size, closed=self.input.ended)
+        return ProgramStatus(ended=not self.alive, usage=usage, totals=totals, input=taken)
+
+    async def _read_along(self, sink: Sink, offsets: tuple[int, ...], *, lossy: bool) -> None:
+        reader = Reader(lossy=lossy)
         for stream, (capture, offset) in enumerate(zip(self._captures, offsets, strict=True), 1):
             for at, data in capture.kept_from(offset):
                 reader.push(stream, at, data)

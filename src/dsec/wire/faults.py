@@ -10,6 +10,7 @@ from dsec.model.errors import (
     Conflict,
     DeadlineExceeded,
     DsecError,
+    Exhausted,
     InvalidSpec,
     LaunchFailed,
     NodeDiskFull,
@@ -69,6 +70,8 @@ def _translate(error: WireError, op: str, sandbox_id: str | None) -> DsecError: 
             return Unsupported.lacks(op, mechanism, message)
         case "no_space":
             return NodeDiskFull(f"the node's disk has no room: {message}")
+        case "limit" if op == "run.stdin":
+            return Exhausted(message, detail={"resource": "stdin"})
         case "limit":
             return NodeFull(
                 f"a limit of the node is reached: {message}",

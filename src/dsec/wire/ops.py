@@ -37,6 +37,13 @@ KILL_TREE = Op("run.kill", v.Nothing)
 # A signal may mean something each time it comes (two SIGINT are not one), so it is never sent twice by itself.
 SIGNAL = Op("run.kill", v.Nothing, repeat=False)
 RUN_LIST = Op("run.list", v.Runs)
+STDIN = Op("run.stdin", v.InputSize)
+READ = Op("run.read", v.Piece)
+RESIZE = Op("run.resize", v.Nothing)
+# Each makes another one, so it is never sent twice by itself.
+FENCE = Op("run.fence", v.Fence, repeat=False)
+STATUS = Op("run.status", v.RunStatus)
+PROCESSES = Op("process.list", v.ProcessTable)
 FORGET = Op("run.forget", v.Nothing)
 SHUTDOWN = Op("shutdown", v.Nothing, repeat=False)
 STOP_KEEPER = Op("stop_keeper", v.Nothing, repeat=False)

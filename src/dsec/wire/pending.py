@@ -14,7 +14,7 @@ from dsec.model.errors import DsecError
 from dsec.wire import faults
 from dsec.wire.frames import FrameError
 from dsec.wire.ops import Op
-from dsec.wire.values import Answer, Request, RunAttach, RunStart, SandboxStatus
+from dsec.wire.values import Answer, Request, RunAttach, RunStart, SandboxStatus, TalkStart
 
 Sink = Callable[[int, int, bytes], Awaitable[None]]
 
@@ -97,29 +97,35 @@ class Stream(Pending[T]):
     attaches where it was. When its reader is gone it gives credit for everything, so that the program never waits.
     """
 
-    __slots__ = ("_offsets", "_unacked", "_waiter", "detached", "pieces", "queued")
+    __slots__ = ("_lossy", "_offsets", "_unacked", "_waiter", "detached", "pieces", "queued")
 
     def __init__(self, id_: int, op: Op[T], args: Any, future: asyncio.Future[T], sandbox_id: str | None) -> None:
         super().__init__(id_, op, args, future, sandbox_id)
         self.pieces: deque[tuple[int, int, bytes]] = deque()
         self.queued = 0
         self.detached = False
-        self._offsets = list(args.offsets) if isinstance(args, RunAttach) else [0, 0]
+        streams = 3 if isinstance(args, TalkStart) and args.control else 2
+        self._offsets = list(args.offsets) if isinstance(args, RunAttach) else [0] * streams
+        self._lossy = isinstance(args, RunAttach) and args.lossy
         self._unacked = 0
         self._waiter: asyncio.Future[None] | None = None
 
     def request(self) -> Request:
         if self.sent and (self.launched or any(self._offsets)):
             window = max(1, limits.STREAM_WINDOW_BYTES - self.queued - self._unacked)
-            o1, o2 = self._offsets
             again = RunAttach(
-                sandbox=self.args.sandbox, run=self.args.run, stream=True, window=window, offsets=(o1, o2)
+                sandbox=self.args.sandbox,
+                run=self.args.run,
+                stream=True,
+                window=window,
+                offsets=tuple(self._offsets),
+                lossy=self._lossy,
             )
             return Request(self.id, "run.attach", again)
         return super().request()
 
     def out(self, answer: Answer) -> int:
-        if answer.s not in (1, 2):
+        if not 1 <= answer.s <= len(self._offsets):
             raise FrameError(f"output of stream {answer.s}")
         size, data = len(answer.d), answer.d
         known = self._offsets[answer.s - 1]

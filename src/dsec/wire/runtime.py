@@ -141,6 +141,36 @@ class RuntimeClient:
         args = v.RunKill(sandbox_id, run, signal, cause)
         await self._call(ops.SIGNAL if signal else ops.KILL_TREE, args, sandbox_id)
 
+    async def kill_fence(
+        self, sandbox_id: str, run: str, fence: int, cause: Literal["killed", "timeout"] = "killed"
+    ) -> None:
+        """Kill what a run has begun since a fence, the newest, was made. Its own process lives on."""
+        await self._call(ops.KILL_TREE, v.FenceKill(sandbox_id, run, 0, cause, fence), sandbox_id)
+
+    async def fence(self, sandbox_id: str, run: str) -> int:
+        """From now on what a run begins can be killed by itself."""
+        return (await self._call(ops.FENCE, v.RunRef(sandbox_id, run), sandbox_id)).fence
+
+    async def status(self, sandbox_id: str, run: str) -> v.RunStatus:
+        """A run as it is now."""
+        return await self._call(ops.STATUS, v.RunRef(sandbox_id, run), sandbox_id)
+
+    async def write_stdin(self, args: v.RunStdin) -> v.InputSize:
+        """More input for a run; returns once little of it waits to be read. Safe to repeat: a piece has its place."""
+        return await self._answer(self._new(Pending, ops.STDIN, args, args.sandbox), None)
+
+    async def read_output(self, args: v.RunRead) -> v.Piece:
+        """Kept output of a run."""
+        return await self._call(ops.READ, args, args.sandbox)
+
+    async def resize(self, args: v.RunResize) -> None:
+        """Another size for a run's terminal."""
+        await self._call(ops.RESIZE, args, args.sandbox)
+
+    async def processes(self, sandbox_id: str) -> v.ProcessTable:
+        """Every process alive in a sandbox."""
+        return await self._call(ops.PROCESSES, v.SandboxRef(sandbox_id), sandbox_id)
+
     async def runs(self, sandbox_id: str) -> tuple[v.RunInfo, ...]:
         """Programs of a sandbox."""
         return (await self._call(ops.RUN_LIST, v.SandboxRef(sandbox_id), sandbox_id)).runs

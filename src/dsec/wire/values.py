@@ -206,12 +206,27 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     window: int = 0
 
 
+class TtySize(msgspec.Struct, frozen=True, gc=False):
+    rows: int
+    cols: int
+
+
+class TalkStart(RunStart, frozen=True, kw_only=True, gc=False):
+    """A run that is talked to. Not fields of every run: each is a frame on the hottest path."""
+
+    stdin_open: bool = False
+    tty: TtySize | None = None
+    control: bool = False
+    spool_bytes: int = 0
+
+
 class RunAttach(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sandbox: str
     run: str
     stream: bool = False
     window: int = 0
-    offsets: tuple[int, int] = (0, 0)
+    offsets: tuple[int, ...] = (0, 0)
+    lossy: bool = False
 
 
 class RunAck(msgspec.Struct, frozen=True, gc=False):
@@ -229,6 +244,94 @@ class RunKill(msgspec.Struct, frozen=True, gc=False):
     run: str
     signal: int = 0
     cause: Literal["killed", "timeout"] = "killed"
+
+
+class FenceKill(RunKill, frozen=True, gc=False):
+    """What a run has begun since its newest fence was made."""
+
+    fence: int = 0
+
+
+class RunStdin(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    sandbox: str
+    run: str
+    offset: int
+    d: bytes
+    eof: bool
+
+
+class InputSize(msgspec.Struct, frozen=True, gc=False):
+    size: int
+    closed: bool = False
+
+
+class RunRead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    sandbox: str
+    run: str
+    s: int
+    offset: int
+    max: int
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """Kept output: `o` is where it begins, `total` what there was so far."""
+
+    o: int
+    d: bytes
+    total: int
+    state: str
+
+
+class RunResize(msgspec.Struct, frozen=True, kw_only=True):
+    sandbox: str
+    run: str
+    rows: int
+    cols: int
+
+
+class Fence(msgspec.Struct, frozen=True):
+    fence: int
+
+
+class RunUsage(msgspec.Struct, frozen=True, gc=False):
+    user_us: int = 0
+    system_us: int = 0
+    max_rss_bytes: int = 0
+    memory_peak_bytes: int = 0
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it is now, its counters since its start."""
+
+    state: str
+    pid: int | None = None
+    usage: RunUsage
+    limits_hit: tuple[str, ...] = ()
+    totals: tuple[int, ...] = (0, 0)
+    input: InputSize | None = None
+
+
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A process alive inside."""
+
+    pid: int
+    ppid: int = 0
+    run: str | None = None
+    argv: tuple[bytes, ...] = ()
+    name: bytes = b""
+    cwd: bytes = b""
+    uid: int | None = None
+    state: str = ""
+    wchan: str = ""
+    cpu_us: int = 0
+    rss_bytes: int = 0
+    age_ms: int = 0
+    threads: int = 1
+
+
+class ProcessTable(msgspec.Struct, frozen=True):
+    processes: tuple[ProcessRow, ...]
+    more: bool = False
 
 
 class SandboxRef(msgspec.Struct, frozen=True):
@@ -250,13 +353,6 @@ class StreamResult(msgspec.Struct, frozen=True, gc=False):
     head: bytes = b""
     tail: bytes = b""
     dropped: int = 0
-
-
-class RunUsage(msgspec.Struct, frozen=True, gc=False):
-    user_us: int = 0
-    system_us: int = 0
-    max_rss_bytes: int = 0
-    memory_peak_bytes: int = 0
 
 
 class RunResult(msgspec.Struct, frozen=True):

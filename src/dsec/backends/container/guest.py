@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from dsec.backends.base import Exit, Files, Handle, ProcessInfo, RunPlan, Sink
+from dsec.backends.base import Exit, Files, Handle, Inside, ProcessInfo, ProgramStatus, RunPlan, Sink
 from dsec.backends.container import plans
 from dsec.backends.container.endings import known
 from dsec.model.errors import NotFound, SandboxLost
+from dsec.model.processes import InputState, OutputPiece, Terminal
 from dsec.model.states import RunOutcome
 from dsec.wire import values as v
 from dsec.wire.files import FileClient
@@ -72,15 +73,46 @@ class ContainerGuest:
         return plans.outcome(await self._ask(self._client.run(start, sink=sink, started=started)))
 
     async def attach(
-        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, int] = (0, 0)
+        self, process_id: str, *, sink: Sink | None = None, offsets: tuple[int, ...] = (0, 0), lossy: bool = False
     ) -> RunOutcome:
         self._alive()
-        attach = v.RunAttach(sandbox=self._id, run=process_id, offsets=offsets)
+        attach = v.RunAttach(sandbox=self._id, run=process_id, offsets=offsets, lossy=lossy)
         return plans.outcome(await self._ask(self._client.attach(attach, sink=sink)))
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
         self._alive()
         await self._ask(self._client.kill(self._id, process_id, signal or 0))
+
+    async def write_stdin(self, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
+        self._alive()
+        args = v.RunStdin(sandbox=self._id, run=process_id, offset=offset, d=data, eof=eof)
+        return plans.input_state(await self._ask(self._client.write_stdin(args)))
+
+    async def resize(self, process_id: str, size: Terminal) -> None:
+        self._alive()
+        args = v.RunResize(sandbox=self._id, run=process_id, rows=size.rows, cols=size.cols)
+        await self._ask(self._client.resize(args))
+
+    async def read_output(self, process_id: str, stream: int, offset: int, limit: int) -> OutputPiece:
+        self._alive()
+        args = v.RunRead(sandbox=self._id, run=process_id, s=stream, offset=offset, max=limit)
+        return plans.piece(stream, await self._ask(self._client.read_output(args)))
+
+    async def status(self, process_id: str) -> ProgramStatus:
+        self._alive()
+        return plans.status(await self._ask(self._client.status(self._id, process_id)))
+
+    async def fence(self, process_id: str) -> int:
+        self._alive()
+        return await self._ask(self._client.fence(self._id, process_id))
+
+    async def kill_fence(self, process_id: str, fence: int) -> None:
+        self._alive()
+        await self._ask(self._client.kill_fence(self._id, process_id, fence))
+
+    async def inside(self) -> Inside:
+        self._alive()
+        return plans.inside(await self._ask(self._client.processes(self._id)))
 
     async def processes(self) -> list[ProcessInfo]:
         self._alive()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final
 
-from dsec.backends.base import Exit, Handle, ProcessInfo, RunPlan, StartPlan
+from dsec.backends.base import Exit, Handle, Inside, ProcessInfo, ProgramStatus, RunPlan, StartPlan
+from dsec.model.processes import InputState, OutputPiece, Process
 from dsec.model.states import Capabilities, Capability, EndReason, Output, RunOutcome, Usage
 from dsec.wire import values as v
 
@@ -52,7 +53,18 @@ def sandbox_plan(plan: StartPlan, best_upper: str | None = None) -> v.SandboxPla
 def run_start(sandbox_id: str, plan: RunPlan) -> v.RunStart:
     """What the runtime needs to start the program."""
     encode = os.fsencode
-    return v.RunStart(
+    talked_to: dict[str, Any] = {}
+    kind = v.RunStart
+    if plan.stdin_open or plan.control or plan.spool_bytes:
+        kind = v.TalkStart
+        talked_to = {
+            "stdin_open": plan.stdin_open,
+            "tty": None if plan.tty is None else v.TtySize(plan.tty.rows, plan.tty.cols),
+            "control": plan.control,
+            "spool_bytes": plan.spool_bytes,
+        }
+    return kind(
+        **talked_to,
         sandbox=sandbox_id,
         run=plan.process_id,
         argv=plan.argv,
@@ -100,6 +112,59 @@ def process(run: v.RunInfo) -> ProcessInfo:
     """A program in a list. Whatever the runtime calls it after its end, it has ended."""
     state = run.state if run.state in ("starting", "running") else "ended"
     return ProcessInfo(process_id=run.run, state=state, pid=(run.pid or None) if state == "running" else None)
+
+
+def input_state(found: v.InputSize) -> InputState:
+    """How much input was taken."""
+    return InputState(size=found.size, closed=found.closed)
+
+
+def piece(stream: int, found: v.Piece) -> OutputPiece:
+    """Kept output."""
+    ended = found.state not in ("launching", "running")
+    return OutputPiece(stream=stream, offset=found.o, data=found.d, total=found.total, ended=ended)
+
+
+def status(found: v.RunStatus) -> ProgramStatus:
+    """A program as it is now."""
+    used = found.usage
+    return ProgramStatus(
+        ended=found.state not in ("launching", "running"),
+        usage=Usage(
+            cpu_user_s=used.user_us / US,
+            cpu_system_s=used.system_us / US,
+            memory_peak_bytes=used.memory_peak_bytes or used.max_rss_bytes,
+        ),
+        limits_hit=found.limits_hit,
+        totals=found.totals,
+        input=None if found.input is None else input_state(found.input),
+    )
+
+
+def inside(table: v.ProcessTable) -> Inside:
+    """Processes alive. The process of a run has entered from outside: its parent is none of them."""
+    return Inside(
+        processes=tuple(
+            Process(
+                pid=row.pid,
+                ppid=row.ppid,
+                id=row.run,
+                main=row.run is not None and row.ppid == 0,
+                argv=tuple(map(os.fsdecode, row.argv)),
+                name=os.fsdecode(row.name),
+                cwd=os.fsdecode(row.cwd),
+                uid=row.uid,
+                status=row.state,
+                wait_channel=row.wchan,
+                cpu_s=row.cpu_us / US,
+                memory_bytes=row.rss_bytes,
+                age_s=row.age_ms / 1000,
+                threads=row.threads,
+            )
+            for row in table.processes
+        ),
+        more=table.more,
+    )
 
 
 def ending(status: v.SandboxStatus) -> Exit:
