@@ -50,6 +50,7 @@ def test_what_is_written_is_read(sbx: dsec.Sandbox) -> None:
     assert sbx.files.read_text("/srv/log") == "a\nb\n"
 
 
+@pytest.mark.same_everywhere
 def test_large_ones_come_whole(sbx: dsec.Sandbox) -> None:
     data = os.urandom(1 << 20) * 20
     assert sbx.files.write("/big", data).size == len(data)
@@ -101,6 +102,7 @@ def test_directories(sbx: dsec.Sandbox) -> None:
     assert not sbx.files.exists("/srv/a")
 
 
+@pytest.mark.same_everywhere
 def test_a_page_after_the_other(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     names = [f"{n:05}" for n in range(1200)]  # more than a page
     for name in names:
@@ -137,6 +139,7 @@ def test_trees_go_both_ways(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.same_everywhere
 def test_a_progress_that_raises_ends_the_copy(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     def stop(done: int, total: int | None) -> None:
         raise KeyError(done)
@@ -181,6 +184,7 @@ def test_a_key_appends_once(agent: Agent) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.same_everywhere
 def test_many_threads_write_one_file(sbx: dsec.Sandbox) -> None:
     contents = [bytes([n]) * 10_000 for n in range(64)]
     threads = [threading.Thread(target=sbx.files.write, args=("/one", data)) for data in contents]

@@ -26,6 +26,7 @@ INSIDE = {
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
         "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",
+        "tests/root/runtime/test_input.py", "tests/root/runtime/test_processes.py",
     ),
     "security": ("tests/security/test_container.py", "tests/security/test_file_helper.py"),
 }  # fmt: skip
@@ -36,6 +37,7 @@ LEFT_OUT = {
     "tests/contract/test_openapi.py": "HTTP over the fake backend",
     "tests/contract/test_sdk_files.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_node.py": "the SDK over the fake backend",
+    "tests/root/runtime/test_readers.py": "credit and offsets of readers: no kernel changes its answer",
     "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; see runtime/test_lost_disk.py",
     "tests/root/test_bench.py": "compares with Docker, runc and a C program built on the spot; a guest has no network",
     "tests/root/test_wheel.py": "builds with cargo and pip; a guest has neither compilers nor network",
