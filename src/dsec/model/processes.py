@@ -87,6 +87,16 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self
 
 
+class How(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program is started beside what a RunSpec says. Kept with its step: a restarted node goes on by it."""
+
+    kind: ProgramKind = "run"
+    stdin: bool = False
+    tty: Terminal | None = None
+    control: bool = False
+    keepalive: bool = True
+
+
 class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A program that a call has started. `result`: once it has ended. Times are seconds since the epoch."""
 

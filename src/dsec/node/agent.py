@@ -23,6 +23,7 @@ from dsec.node.creation import Created, Creation
 from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
 from dsec.node.runs import Flight
 from dsec.node.steps import BEGUN, Answer, content_hash
@@ -35,16 +36,6 @@ SIGNAL_MAX: Final = 64
 _KILL_SEEN_S: Final = 5.0  # less than callers give to a kill
 _LIST_CHUNK: Final = 512
 _STOPS_AT_ONCE: Final = 64
-
-
-class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A program of a sandbox."""
-
-    id: str
-    state: str
-    step: int = 0
-    started_at: float = 0.0
-    command: str = ""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +92,7 @@ class Node:
         self._lifecycle = Lifecycle(self.core)
         self._creation = Creation(self.core, self._lifecycle)
         self.files = FileCalls(self.core, self._ready)
+        self.programs = Programs(self.core, self._ready)
         self._started_at = clock.wall()
 
     async def start(self) -> None:
@@ -328,21 +320,6 @@ class Node:
                 sandbox_id=info.id,
             )
         return self.core.steps.answer(found)
-
-    async def processes(self, ref: str) -> list[ProcessView]:
-        """Programs that are running in a sandbox."""
-        box = await self._ready(ref)
-        box.running_guest()
-        return [
-            ProcessView(
-                id=flight.process_id,
-                state="running" if flight.launched else "starting",
-                step=flight.step,
-                started_at=flight.started_at,
-                command=flight.command,
-            )
-            for flight in box.flights.values()
-        ]
 
     async def kill(self, ref: str, process_id: str, signal: int | None = None, key: str | None = None) -> None:
         """Send a signal to a program, or end its whole tree: then it is listed no more when this returns.

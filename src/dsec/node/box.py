@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,9 @@ class Box:
         "helpers",
         "idle_boot",
         "info",
+        "kept",
         "next_step",
+        "programs",
         "ready",
         "runtime",
         "settings_from",
@@ -58,7 +61,9 @@ class Box:
         self.next_step = 1
         self.expires_boot: float | None = None
         self.idle_boot = 0.0
-        self.flights: dict[str, Flight] = {}
+        self.flights: dict[str, Flight] = {}  # by key
+        self.programs: dict[str, Flight] = {}  # those that are talked to, by process id
+        self.kept: deque[str] = deque()  # of those, ended ones whose output is still there; oldest first
         # Set once creation is over: None, or the error it failed with.
         self.ready: asyncio.Future[DsecError | None] = asyncio.get_running_loop().create_future()
         self.creator: asyncio.Task[Any] | None = None

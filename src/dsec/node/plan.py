@@ -12,6 +12,7 @@ from dsec.backends.base import LayerMount, RunPlan, StartPlan
 from dsec.model import limits
 from dsec.model.errors import Unsupported
 from dsec.model.limits import MIB
+from dsec.model.processes import How
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import LayerInfo, LayerRef
 
@@ -27,6 +28,9 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     user: str
 
+
+# As `run` starts a program.
+RUN: Final = How()
 
 # What rows of schema 1 are read with: they did not keep it.
 BARE: Final = Defaults(env=dict(ENV_DEFAULT), cwd="/", user="root")
@@ -141,9 +145,13 @@ def start_plan(sandbox_id: str, spec: Spec, layers: Sequence[Layer], online: Seq
     )
 
 
-def run_plan(process_id: str, spec: RunSpec, base: Defaults) -> RunPlan:
+def run_plan(process_id: str, spec: RunSpec, base: Defaults, how: How = RUN) -> RunPlan:
     """One program, complete. A relative directory cannot occur: `RunSpec.check` refuses it."""
     return RunPlan(
+        stdin_open=how.stdin,
+        tty=how.tty,
+        control=how.control,
+        spool_bytes=0 if how.kind == "run" else limits.SPOOL_BYTES,
         process_id=process_id,
         argv=tuple(spec.arguments()),
         env={**base.env, **spec.env} if spec.env else base.env,

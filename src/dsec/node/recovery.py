@@ -147,7 +147,7 @@ class Recovery:
         for box in list(core.boxes.values()):
             if box.info.state == "running":
                 for step in core.steps.open(box.id):
-                    if step.kind == "run":
+                    if step.kind in ("run", "spawn", "session"):
                         core.runs.resume(box, step)
         if drop:
             await core.store.commit(*drop, durable=False)

@@ -28,11 +28,13 @@ from dsec.model.errors import (
     Unavailable,
     Unknown,
 )
+from dsec.model.limits import PROGRAMS_KEPT
+from dsec.model.processes import How
 from dsec.model.specs import RunSpec
 from dsec.model.states import Output, RunOutcome, RunResult
 from dsec.node.box import Box
 from dsec.node.clock import Clock
-from dsec.node.plan import run_plan, shown_command
+from dsec.node.plan import RUN, run_plan, shown_command
 from dsec.node.steps import BEGUN, Answer, Step, Steps, conflict
 from dsec.node.store import Store
 
@@ -41,6 +43,7 @@ log = logging.getLogger("dsec.node.runs")
 RUNS_IN_FLIGHT_MAX: Final = 4096  # of one sandbox
 
 encode = msgspec.msgpack.Encoder().encode
+decode_how = msgspec.msgpack.Decoder(How).decode
 decode_result = msgspec.msgpack.Decoder(RunResult).decode
 
 
@@ -61,6 +64,7 @@ class Flight:
         "detached",
         "done",
         "hash",
+        "how",
         "process_id",
         "reading",
         "sink",
@@ -71,7 +75,10 @@ class Flight:
         "waiting",
     )
 
-    def __init__(self, digest: bytes, process_id: str, step: int, started_at: float, command: str) -> None:
+    def __init__(
+        self, digest: bytes, process_id: str, step: int, started_at: float, command: str, *, how: How = RUN
+    ) -> None:
+        self.how = how
         self.hash = digest
         self.process_id = process_id
         self.step = step
@@ -127,14 +134,16 @@ class Runs:
         self._clock = clock
         self._became_idle = became_idle
 
-    def start(self, box: Box, spec: RunSpec, key: str, digest: bytes, sink: Sink | None = None) -> Flight | Answer:
+    def start(
+        self, box: Box, spec: RunSpec, key: str, digest: bytes, sink: Sink | None = None, *, how: How = RUN
+    ) -> Flight | Answer:
         """Begin a run, join the one in flight under its key, or give the answer that came back before."""
         flight = box.flights.get(key)
         if flight is not None:
             if flight.hash != digest:
-                raise conflict(key, "run")
+                raise conflict(key, how.kind)
             return flight
-        found = self._steps.find(box.id, key, digest, "run")
+        found = self._steps.find(box.id, key, digest, how.kind)
         if found is not None and found.state != BEGUN:
             return self._steps.answer(found)
         box.running_guest()
@@ -145,26 +154,29 @@ class Runs:
             )
         if found is not None:
             # Begun and nobody waits: the runtime was out of reach. The same process id starts it at most once.
-            flight = Flight(digest, found.subject, found.step, found.begun_at, found.command)
+            flight = Flight(digest, found.subject, found.step, found.begun_at, found.command, how=how)
         else:
-            flight = Flight(digest, new_process_id(), box.next_step, self._clock.wall(), shown_command(spec))
+            flight = Flight(digest, new_process_id(), box.next_step, self._clock.wall(), shown_command(spec), how=how)
             box.next_step += 1
         flight.sink = sink
-        plan = run_plan(flight.process_id, spec, box.base)
+        plan = run_plan(flight.process_id, spec, box.base, how)
         begun = found is not None
         self._take_off(box, key, flight, lambda: self._run(box, key, flight, plan, sink, begun=begun))
         return flight
 
     def resume(self, box: Box, step: Step) -> None:
         """After a restart: wait for a run that had begun, or find out that it never was launched."""
-        flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command)
+        flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command, how=how_of(step))
         flight.launch()
         guest = box.running_guest()
         self._take_off(box, step.key, flight, lambda: self._reattach(box, guest, step.key, flight))
 
     def _take_off(self, box: Box, key: str, flight: Flight, work: Work) -> None:
         box.flights[key] = flight
-        box.active += 1
+        if flight.how.keepalive:
+            box.active += 1
+        if flight.how is not RUN:
+            box.programs[flight.process_id] = flight
         flight.task = asyncio.get_running_loop().create_task(self._fly(box, key, flight, work))
 
     async def _fly(self, box: Box, key: str, flight: Flight, work: Work) -> None:
@@ -181,10 +193,13 @@ class Runs:
             answer = DsecError(f"the node failed: {type(error).__name__}; see its log", sandbox_id=box.id)
         del box.flights[key]
         flight.end(answer)
-        box.active -= 1
-        if not box.active:
-            self._became_idle(box)
-        if isinstance(answer, bytes) and box.guest is not None:
+        if flight.how.keepalive:
+            box.active -= 1
+            if not box.active:
+                self._became_idle(box)
+        if flight.how is not RUN:
+            _keep(box, flight.process_id)
+        elif isinstance(answer, bytes) and box.guest is not None:
             box.guest.discard(flight.process_id)
 
     async def _run(
@@ -197,10 +212,11 @@ class Runs:
                     box.id,
                     key,
                     flight.hash,
-                    "run",
+                    flight.how.kind,
                     step=flight.step,
                     subject=flight.process_id,
                     command=flight.command,
+                    extra=None if flight.how is RUN else encode(flight.how),
                 ),
                 durable=False,
                 alone=True,
@@ -252,6 +268,21 @@ class Runs:
         await self._store.commit(statement, files=files)
         failpoint.at("run.recorded")
         return answer
+
+
+def how_of(step: Step) -> How:
+    """How the program of a row was started."""
+    return RUN if step.extra is None else decode_how(step.extra)
+
+
+def _keep(box: Box, process_id: str) -> None:
+    """A program that was talked to has ended: its output stays readable, that of the oldest makes room."""
+    box.programs.pop(process_id, None)
+    box.kept.append(process_id)
+    while len(box.kept) > PROGRAMS_KEPT:
+        oldest = box.kept.popleft()
+        if box.guest is not None:
+            box.guest.discard(oldest)
 
 
 def result_of(flight: Flight, outcome: RunOutcome) -> RunResult:

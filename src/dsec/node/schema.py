@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 3
+VERSION = 4
 
 # The i-th entry takes a database from version i to i + 1. Entries are never changed once released, only added.
 _MIGRATIONS: tuple[str, ...] = (
@@ -51,6 +51,9 @@ _MIGRATIONS: tuple[str, ...] = (
     """
     DROP INDEX step_open;
     CREATE INDEX step_open ON steps (subject) WHERE scope = '' AND state = 0;
+    """,
+    """
+    ALTER TABLE steps ADD COLUMN extra BLOB;
     """,
 )
 assert len(_MIGRATIONS) == VERSION

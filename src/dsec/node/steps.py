@@ -73,9 +73,10 @@ class Step(msgspec.Struct, frozen=True):
     command: str = ""
     response: bytes | None = None
     spool: str | None = None
+    extra: bytes | None = None  # what its kind keeps with it
 
 
-_COLUMNS = "scope, key, hash, kind, state, step, subject, begun_at, command, response, spool"
+_COLUMNS = "scope, key, hash, kind, state, step, subject, begun_at, command, response, spool, extra"
 
 
 def content_hash(kind: str, content: object) -> bytes:
@@ -117,7 +118,7 @@ class Steps:
 
     def by_subject(self, scope: str, subject: str) -> Step | None:
         """The row about a process of a sandbox."""
-        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND kind = 'run'"
+        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND kind IN ('run', 'spawn', 'session')"
         rows = self._store.read(sql, (scope, subject))
         return Step(*rows[0]) if rows else None
 
@@ -134,11 +135,20 @@ class Steps:
         return _error_decoder.decode(body).error() if step.state == FAILED else body
 
     def begin(
-        self, scope: str, key: str, digest: bytes, kind: str, *, step: int = 0, subject: str = "", command: str = ""
+        self,
+        scope: str,
+        key: str,
+        digest: bytes,
+        kind: str,
+        *,
+        step: int = 0,
+        subject: str = "",
+        command: str = "",
+        extra: bytes | None = None,
     ) -> Statement:
         """The statement that begins a row."""
-        sql = f"INSERT INTO steps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
-        return sql, (scope, key, digest, kind, BEGUN, step, subject, self._clock.wall(), command)
+        sql = f"INSERT INTO steps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?)"
+        return sql, (scope, key, digest, kind, BEGUN, step, subject, self._clock.wall(), command, extra)
 
     def end(
         self, scope: str, key: str, answer: Answer, subject: str = "", *, spooled: bool = True

@@ -236,7 +236,7 @@ def test_a_reader_that_does_not_read_holds_the_program_not_the_node(serve):
         for _ in range(20):
             status, result = await s.call("POST", "/v1/sandboxes/a/run", {"command": ["true"]})
             assert (status, result["exit_code"]) == (200, 0)
-        (process,) = (await s.call("GET", "/v1/sandboxes/a/processes"))[1]["items"]
+        (process,) = (await s.call("GET", "/v1/sandboxes/a/processes"))[1]["programs"]
         await s.call("POST", f"/v1/sandboxes/a/processes/{process['id']}/kill")
         writer.close()
 

@@ -132,9 +132,9 @@ def test_a_killed_run_is_not_listed_any_more(sim):
             running = asyncio.ensure_future(s.run(id_, ["sleep", "1000"]))
             box = s.node.core.boxes[id_]
             await until(lambda box=box: any(flight.launched for flight in box.flights.values()))
-            (process,) = await s.node.processes(id_)
+            (process,) = (await s.node.programs.list(id_)).programs
             await s.node.kill(id_, process.id)
-            assert await s.node.processes(id_) == []
+            assert (await s.node.programs.list(id_)).programs == []
             assert (await running).cause == "killed"
         s.check()
 
@@ -302,7 +302,7 @@ def test_every_call_after_the_end_says_the_same(sim, reason):
             lambda: s.node.set_labels(id_, {}),
             lambda: s.node.set_network(id_, {}),
             lambda: s.node.usage(id_),
-            lambda: s.node.processes(id_),
+            lambda: s.node.programs.list(id_),
             lambda: s.node.kill(id_, "p-none"),
             *([lambda: s.run(id_, "sleep 100", key="k")] if runs else []),
         )

@@ -123,7 +123,7 @@ def test_a_run_in_flight_is_found_again_after_a_restart(sim):
         assert isinstance(flight, Flight)
         await s.clock.settle()
         await s.restart()
-        assert len(await s.node.processes(id_)) == 1
+        assert len((await s.node.programs.list(id_)).programs) == 1
         again = asyncio.ensure_future(s.run(id_, "sleep 30; exit 7", "k"))
         await s.clock.advance(31)
         result = await again
@@ -173,7 +173,7 @@ def test_kill_ends_the_tree_and_is_done_once(sim):
         id_ = await s.create()
         run = asyncio.ensure_future(s.run(id_, "sleep 100"))
         await s.clock.settle()
-        (process,) = await s.node.processes(id_)
+        (process,) = (await s.node.programs.list(id_)).programs
         assert process.command == "sleep 100" and process.state == "running"
         await s.node.kill(id_, process.id, None, "kk")
         result = await run

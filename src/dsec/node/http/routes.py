@@ -10,12 +10,13 @@ from dsec.model import limits
 from dsec.model.errors import InvalidSpec, NotFound
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import Capabilities, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
-from dsec.node.agent import VERSION, Node, Page, ProcessView, Query
+from dsec.node.agent import VERSION, Node, Page, Query
 from dsec.node.core import value_of
 from dsec.node.http import codec, streams
 from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import FILE_ROUTES
+from dsec.node.http.programs import PROGRAM_ROUTES
 from dsec.node.http.route import Route, S
 from dsec.node.layers import ImportRequest
 from dsec.node.runs import Flight, decode_result, never_launched
@@ -106,12 +107,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class Empty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Nothing to say."""
-
-
-class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Programs of a sandbox."""
-
-    items: list[ProcessView]
 
 
 class LayerList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -205,10 +200,6 @@ async def _answer(node: Node, ex: Exchange, spec: RunSpec) -> Answer:
     return await found.answer() if isinstance(found, Flight) else found
 
 
-async def processes(node: Node, ex: Exchange, _: None) -> None:
-    await ex.reply(200, Processes(items=await node.processes(ex.params[0])))
-
-
 async def kill(node: Node, ex: Exchange, request: KillRequest | None) -> None:
     await node.kill(ex.params[0], ex.params[1], request.signal if request else None, ex.key)
     await ex.reply(200, Empty())
@@ -283,7 +274,7 @@ ROUTES: tuple[Route, ...] = (
         query=_RUN_QUERY,
         keyed=True,
     ),
-    Route("GET", f"{S}/{{ref}}/processes", processes, "Programs that run", answer=Processes),
+    *PROGRAM_ROUTES,
     Route(
         "POST",
         f"{S}/{{ref}}/processes/{{id}}/kill",

@@ -1,0 +1,240 @@
+"""Programs that are talked to: started and not waited for, given input, read from any offset, found again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+import msgspec
+
+from dsec.backends.base import Guest, Sink
+from dsec.model import limits
+from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound, SandboxLost
+from dsec.model.processes import How, InputState, OutputPiece, Process, Program, SpawnSpec, Terminal
+from dsec.node.box import Box
+from dsec.node.core import Core, check_key, check_seconds, value_of
+from dsec.node.runs import Flight, decode_result, how_of, kept_output, never_launched
+from dsec.node.steps import ANSWERED, BEGUN, Answer, content_hash
+
+# A writer whose program reads nothing is told how far it came after this long, and offers the rest again.
+INPUT_WAIT_S: Final = 5.0
+WAIT_MAX_S: Final = 60.0
+PIECE_BYTES: Final = 256 * limits.KIB
+
+
+class ProgramList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Programs in flight, and every process alive inside. `more`: there are some beyond those listed."""
+
+    programs: list[Program]
+    processes: tuple[Process, ...]
+    more: bool = False
+
+
+class Programs:
+    """The programs of a node's sandboxes."""
+
+    def __init__(self, core: Core, ready: Callable[[str], Awaitable[Box]]) -> None:
+        self._core = core
+        self._ready = ready
+
+    @asynccontextmanager
+    async def _guest(self, ref: str) -> AsyncIterator[tuple[Box, Guest]]:
+        """A sandbox in which something goes on meanwhile."""
+        box = await self._ready(ref)
+        guest = box.running_guest()
+        box.active += 1
+        try:
+            yield box, guest
+        except SandboxLost as error:
+            raise box.end_told(error) from error
+        finally:
+            box.active -= 1
+            if not box.active:
+                self._core.became_idle(box)
+
+    # -- starting and finding -----------------------------------------------------------------------------------------
+
+    async def spawn(self, ref: str, spec: SpawnSpec, key: str | None = None) -> Program:
+        """A program that has been launched. Under a key once."""
+        spec.check()
+        how = How(kind="spawn", stdin=spec.stdin, tty=spec.tty, keepalive=spec.keepalive)
+        key, digest = check_key(key), content_hash("spawn", spec)
+        async with self._guest(ref) as (box, _):
+            found = self._core.runs.start(box, spec.run_spec(), key, digest, how=how)
+            answer = await launched(found)
+            if answer is not None and never_launched(answer):
+                found = self._core.runs.start(box, spec.run_spec(), key, digest, how=how)
+                answer = await launched(found)
+            if isinstance(found, Flight):
+                if answer is not None:
+                    value_of(answer)  # its error
+                return shown(found)
+            result = decode_result(value_of(found))
+            return await self.find(ref, result.process_id)
+
+    async def find(self, ref: str, process_id: str) -> Program:
+        """One program; of an ended one what is recorded."""
+        box = self._core.alive(ref)
+        if box is not None and (flight := box.programs.get(process_id)) is not None:
+            return shown(flight)
+        scope = self._core.past(ref).id if box is None else box.id
+        return self._recorded(scope, process_id)[0]
+
+    def _recorded(self, scope: str, process_id: str) -> tuple[Program, Answer | None]:
+        step = self._core.steps.by_subject(scope, process_id)
+        if step is None:
+            raise NotFound(f"sandbox {scope} has no program {process_id!r}", sandbox_id=scope)
+        how = how_of(step)
+        answer = None if step.state == BEGUN else self._core.steps.answer(step)
+        program = Program(
+            id=process_id,
+            kind=how.kind,
+            state="running" if step.state == BEGUN else "ended",
+            step=step.step,
+            command=step.command,
+            started_at=step.begun_at,
+            tty=how.tty is not None,
+            stdin=how.stdin,
+            keepalive=how.keepalive,
+            result=decode_result(answer) if step.state == ANSWERED and isinstance(answer, bytes) else None,
+        )
+        return program, answer
+
+    async def list(self, ref: str) -> ProgramList:
+        """Programs in flight and every process alive inside."""
+        async with self._guest(ref) as (box, guest):
+            inside = await guest.inside()
+            programs = [shown(flight) for flight in box.flights.values()]
+            return ProgramList(programs=programs, processes=inside.processes, more=inside.more)
+
+    async def wait(self, ref: str, process_id: str, timeout_s: float) -> Program:
+        """Its end, or what it is after `timeout_s`. Raises what its end is recorded as when that is an error."""
+        check_seconds("timeout_s", timeout_s, 0, WAIT_MAX_S)
+        box = self._core.alive(ref)
+        flight = None if box is None else box.programs.get(process_id)
+        if flight is not None:
+            waiting = asyncio.ensure_future(flight.answer())
+            with suppress(TimeoutError):
+                value_of(await asyncio.wait_for(waiting, timeout_s))
+            if not flight.done.done():
+                return shown(flight)
+        program = await self.find(ref, process_id)
+        if program.state == "ended" and program.result is None:
+            _, answer = self._recorded(self._core.past(ref).id if box is None else box.id, process_id)
+            if answer is not None:
+                value_of(answer)
+        return program
+
+    # -- talking ------------------------------------------------------------------------------------------------------
+
+    async def write(self, ref: str, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
+        """More input, at its offset. Waits a while when the program reads nothing."""
+        if offset < 0:
+            raise InvalidSpec.field("offset", offset, "0 or more")
+        if len(data) > limits.INPUT_PIECE_MAX_BYTES:
+            raise InvalidSpec.field("data", f"{len(data)} bytes", f"at most {limits.INPUT_PIECE_MAX_BYTES} bytes")
+        async with self._guest(ref) as (box, guest):
+            flight = box.programs.get(process_id)
+            how = self._how(box, process_id, flight)
+            if not how.stdin:
+                raise InvalidState(f"{process_id} was started without an input", sandbox_id=box.id)
+            if eof and how.tty is not None:
+                raise InvalidSpec.field("eof", True, "no end for a terminal: send ^D (byte 4)")
+            if flight is None:
+                return InputState(size=offset, closed=True)
+            try:
+                return await asyncio.wait_for(guest.write_stdin(process_id, offset, data, eof=eof), INPUT_WAIT_S)
+            except NotFound:
+                return InputState(size=offset, closed=True)
+            except (TimeoutError, Exhausted):
+                state = (await guest.status(process_id)).input
+                return state or InputState(size=offset, closed=True)
+
+    def _how(self, box: Box, process_id: str, flight: Flight | None) -> How:
+        if flight is not None:
+            return flight.how
+        step = self._core.steps.by_subject(box.id, process_id)
+        if step is None:
+            raise NotFound(f"sandbox {box.id} has no program {process_id!r}", sandbox_id=box.id)
+        return how_of(step)
+
+    async def resize(self, ref: str, process_id: str, size: Terminal) -> None:
+        """Another size for its terminal. Nothing happens after its end."""
+        size.check()
+        async with self._guest(ref) as (box, guest):
+            flight = box.programs.get(process_id)
+            if self._how(box, process_id, flight).tty is None:
+                raise InvalidState(f"{process_id} has no terminal; spawn it with tty", sandbox_id=box.id)
+            if flight is not None:
+                with suppress(NotFound, Conflict):  # it has just ended
+                    await guest.resize(process_id, size)
+
+    async def read(self, ref: str, process_id: str, stream: int, offset: int) -> OutputPiece:
+        """A piece of what is kept of an output from an offset on, without waiting."""
+        if stream not in (1, 2) or offset < 0:
+            raise InvalidSpec.field("offset", offset, "0 or more, of stream 1 or 2")
+        box = self._core.alive(ref)
+        if box is not None and box.guest is not None and box.info.state == "running":
+            with suppress(NotFound):
+                async with self._guest(ref) as (_, guest):
+                    return await guest.read_output(process_id, stream, offset, PIECE_BYTES)
+        return self._read_recorded(self._core.past(ref).id if box is None else box.id, process_id, stream, offset)
+
+    def _read_recorded(self, scope: str, process_id: str, stream: int, offset: int) -> OutputPiece:
+        program, _ = self._recorded(scope, process_id)
+        if program.result is None:
+            return OutputPiece(stream=stream, offset=offset, data=b"", total=offset, ended=True)
+        output = program.result.out if stream == 1 else program.result.err
+        _, at, data = next(kept_output(output, stream, offset), (stream, output.total, b""))
+        return OutputPiece(stream=stream, offset=at, data=data, total=output.total, ended=True)
+
+    def follow(
+        self, ref: str, process_id: str, sink: Sink, offsets: tuple[int, int], *, lossy: bool
+    ) -> tuple[Flight, asyncio.Task[object]] | None:
+        """Read along with a program in flight; the task ends when it does. None: it is not in flight."""
+        box = self._core.alive(ref)
+        flight = None if box is None else box.programs.get(process_id)
+        if box is None or flight is None or box.guest is None:
+            return None
+        return flight, asyncio.ensure_future(self._follow(box, box.guest, process_id, sink, offsets, lossy=lossy))
+
+    async def _follow(
+        self, box: Box, guest: Guest, process_id: str, sink: Sink, offsets: tuple[int, int], *, lossy: bool
+    ) -> None:
+        box.active += 1  # an open stream is something that goes on
+        try:
+            await guest.attach(process_id, sink=sink, offsets=offsets, lossy=lossy)
+        except SandboxLost as error:
+            raise box.end_told(error) from error
+        finally:
+            box.active -= 1
+            if not box.active:
+                self._core.became_idle(box)
+
+
+async def launched(found: Flight | Answer) -> Answer | None:
+    """Until a flight is known to have been launched (None), or its answer."""
+    if not isinstance(found, Flight):
+        return found
+    await asyncio.wait((found.started, found.done), return_when=asyncio.FIRST_COMPLETED)
+    return found.done.result() if found.done.done() else None
+
+
+def shown(flight: Flight) -> Program:
+    """A program in flight, or one that has just landed."""
+    ended = flight.done.done()
+    answer = flight.done.result() if ended else None
+    return Program(
+        id=flight.process_id,
+        kind=flight.how.kind,
+        state="ended" if ended else "running" if flight.launched else "starting",
+        step=flight.step,
+        command=flight.command,
+        started_at=flight.started_at,
+        tty=flight.how.tty is not None,
+        stdin=flight.how.stdin,
+        keepalive=flight.how.keepalive,
+        result=decode_result(answer) if isinstance(answer, bytes) else None,
+    )
