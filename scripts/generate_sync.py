@@ -24,6 +24,8 @@ WORDS = (
     (r"\b__aenter__\b", "__enter__"),
     (r"\b__aexit__\b", "__exit__"),
     (r"\b__aiter__\b", "__iter__"),
+    (r"\b__anext__\b", "__next__"),
+    (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\bdsec\.sdk\._async\b", "dsec.sdk._sync"),
 )
 

@@ -48,17 +48,22 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from dsec.model.files import Entry, FileEvent, TreeReport
+    from dsec.model.processes import Program, Terminal
     from dsec.model.specs import Spec
     from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
     from dsec.sdk._async.batch import AsyncBatch
     from dsec.sdk._async.client import AsyncClient, AsyncJob
     from dsec.sdk._async.files import AsyncFiles, AsyncWatch
+    from dsec.sdk._async.programs import AsyncProcess
     from dsec.sdk._async.sandbox import AsyncSandbox
+    from dsec.sdk._async.sessions import AsyncSession
     from dsec.sdk._sync.batch import Batch
     from dsec.sdk._sync.client import Client, Job
     from dsec.sdk._sync.files import Files, Watch
+    from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.sandbox import Sandbox
-    from dsec.sdk.values import ProcessInfo
+    from dsec.sdk._sync.sessions import Session
+    from dsec.sdk.programs import ProcessInfo, ProcessList, SessionInfo
 
     __version__: str
 
@@ -67,7 +72,9 @@ __all__ = [
     "AsyncClient",
     "AsyncFiles",
     "AsyncJob",
+    "AsyncProcess",
     "AsyncSandbox",
+    "AsyncSession",
     "AsyncWatch",
     "Batch",
     "Capabilities",
@@ -102,7 +109,10 @@ __all__ = [
     "NodeUnreachable",
     "NotFound",
     "PermissionDenied",
+    "Process",
     "ProcessInfo",
+    "ProcessList",
+    "Program",
     "ProgramNotStarted",
     "QuotaExceeded",
     "RateLimited",
@@ -111,8 +121,11 @@ __all__ = [
     "Sandbox",
     "SandboxInfo",
     "SandboxLost",
+    "Session",
+    "SessionInfo",
     "SnapshotFailed",
     "Spec",
+    "Terminal",
     "TreeReport",
     "Unauthenticated",
     "Unavailable",
@@ -126,6 +139,7 @@ __all__ = [
 
 _HOMES = {
     "dsec.model.files": ("Entry", "FileEvent", "TreeReport"),
+    "dsec.model.processes": ("Program", "Terminal"),
     "dsec.model.specs": ("Spec",),
     "dsec.model.states": (
         "Capabilities",
@@ -139,12 +153,16 @@ _HOMES = {
     "dsec.sdk._async.batch": ("AsyncBatch",),
     "dsec.sdk._async.client": ("AsyncClient", "AsyncJob"),
     "dsec.sdk._async.files": ("AsyncFiles", "AsyncWatch"),
+    "dsec.sdk._async.programs": ("AsyncProcess",),
     "dsec.sdk._async.sandbox": ("AsyncSandbox",),
+    "dsec.sdk._async.sessions": ("AsyncSession",),
     "dsec.sdk._sync.batch": ("Batch",),
     "dsec.sdk._sync.client": ("Client", "Job"),
     "dsec.sdk._sync.files": ("Files", "Watch"),
+    "dsec.sdk._sync.programs": ("Process",),
     "dsec.sdk._sync.sandbox": ("Sandbox",),
-    "dsec.sdk.values": ("ProcessInfo",),
+    "dsec.sdk._sync.sessions": ("Session",),
+    "dsec.sdk.programs": ("ProcessInfo", "ProcessList", "SessionInfo"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

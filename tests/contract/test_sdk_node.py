@@ -41,7 +41,7 @@ def client(agent: Agent) -> Iterator[dsec.Client]:
 
 
 def until_running(sandbox: dsec.Sandbox) -> None:
-    while not sandbox.processes():
+    while not sandbox.processes().programs:
         time.sleep(0.01)
 
 
@@ -106,12 +106,12 @@ def test_cancelled_task_kills_its_program(agent: Agent) -> None:
     async def body() -> None:
         async with dsec.AsyncClient(agent.url) as client, await client.create() as sbx:
             task = asyncio.create_task(sbx.run("sleep 600"))
-            while not await sbx.processes():  # noqa: ASYNC110 - another process does it: there is no event to wait for
+            while not (await sbx.processes()).programs:  # noqa: ASYNC110 - another process does it: there is no event to wait for
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while any(process.state == "running" for process in await sbx.processes()):  # noqa: ASYNC110 - as above
+            while any(process.state == "running" for process in (await sbx.processes()).programs):  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
             assert (await sbx.run("echo still usable")).ok
 
@@ -128,7 +128,7 @@ def test_vanished_client_stops_nothing(client: dsec.Client) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         time.sleep(0.1)
-        assert [process.state for process in sbx.processes()] == ["running"]
+        assert [process.state for process in sbx.processes().programs] == ["running"]
 
 
 KEYED_CLIENT = """
@@ -154,7 +154,7 @@ def test_a_client_that_was_killed_and_started_again_takes_up_its_run(client: dse
         with started("streamed") as again:
             assert again.stdout is not None
             assert again.stdout.readline() == "began\n"  # it is attached, in the middle of the run
-            [process] = sbx.processes()  # one, and it goes on
+            [process] = sbx.processes().programs  # one, and it goes on
             assert process.state == "running"
             kill = f"/v1/sandboxes/{sbx.id}/processes/{process.id}/kill"
             client.transport.call("POST", kill, dict, body=b"\x80", key="kill-1")

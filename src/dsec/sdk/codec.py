@@ -14,6 +14,7 @@ from dsec.sdk.http1 import Garbage
 
 MSGPACK: Final = "application/msgpack"
 SEQUENCE: Final = "application/vnd.dsec.msgpack-seq"
+OCTETS: Final = "application/octet-stream"
 REPLY_MAX_BYTES: Final = 256 * limits.MIB
 
 T = TypeVar("T")

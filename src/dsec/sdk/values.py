@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-import msgspec
-
 from dsec.model import limits
 from dsec.model.errors import CommandFailed, CreateFailed, DsecError, InvalidSpec
 from dsec.model.specs import RunSpec, Spec, os_bytes
@@ -56,16 +54,6 @@ class SpecFields(ManyFields, total=False):
     """The fields of `dsec.Spec`, as keyword arguments."""
 
     wait_s: float
-
-
-class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A program running in a sandbox, or ended not long ago. `started_at` is seconds since the epoch."""
-
-    id: str
-    state: str
-    step: int | None = None
-    started_at: float | None = None
-    command: Any = None
 
 
 def make_spec(spec: Spec | None, fields: Mapping[str, Any]) -> Spec:

@@ -223,7 +223,7 @@ def test_stopping_what_has_ended_says_so(serve: Serve, capsys: pytest.CaptureFix
 def test_inspect_shows_the_limits_in_effect_and_readable_times(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve(lambda request, wire: wire.answer({"items": []} if request.path.endswith("/processes") else INFO))
+    serve(lambda request, wire: wire.answer({} if request.path.endswith("/processes") else INFO))
     assert main(["inspect", ID]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["limits"]["memory_mib"] == 512 and about["limits"]["idle_timeout_s"] == 3600
@@ -515,7 +515,7 @@ def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeyp
 
 def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     def script(request: Request, wire: Wire) -> None:
-        answers = {"/usage": {"pids": 1}, "/processes": {"items": []}, ":stop": {"stopped": 3}}
+        answers = {"/usage": {"pids": 1}, "/processes": {}, ":stop": {"stopped": 3}}
         wire.answer(next((value for end, value in answers.items() if request.path.endswith(end)), INFO))
 
     serve(script)

@@ -293,7 +293,7 @@ def test_calls_of_a_sandbox(kit: Kit, serve: Serve) -> None:
         if request.path.endswith("/usage"):
             wire.answer({"cpu_user_s": 1.5})
         elif request.path.endswith("/processes"):
-            wire.answer({"items": [{"id": "p-1", "state": "running", "step": 2, "started_at": 1.0, "command": "x"}]})
+            wire.answer({"programs": [{"id": "p-1", "kind": "run", "state": "running", "step": 2}], "processes": []})
         else:
             wire.answer({**INFO, "spec": {"network": {"npm": False}}})
 
@@ -306,7 +306,7 @@ def test_calls_of_a_sandbox(kit: Kit, serve: Serve) -> None:
         await get(sbx.set_network({"pypi": False}))
         await get(sbx.patch_network({"pypi": False}))
         assert (await get(sbx.usage())).cpu_user_s == 1.5
-        assert (await get(sbx.processes()))[0].step == 2
+        assert (await get(sbx.processes())).programs[0].step == 2
 
     kit.run(body())
     sent = [(r.method, r.path.rpartition("/")[2], r.value() if r.body else None) for r in server.requests]

@@ -15,7 +15,7 @@ from dsec.model import errors
 from dsec.sdk.values import ManyFields, SpecFields
 
 ROOT = Path(__file__).resolve().parents[3]
-TWINS = ("Client", "Sandbox", "Batch", "Job")
+TWINS = ("Client", "Sandbox", "Batch", "Job", "Process", "Session")
 
 
 def test_generated_code_is_current() -> None:

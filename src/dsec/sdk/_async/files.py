@@ -20,8 +20,6 @@ from dsec.sdk.http1 import Broken, Garbage
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
 
-OCTETS = "application/octet-stream"
-
 RemotePath = str | bytes | os.PathLike[str]
 LocalPath = str | os.PathLike[str]
 
@@ -50,7 +48,7 @@ class AsyncFiles:
         retry = AsyncRetry(self._transport)
         while True:
             try:
-                answer = await self._transport.open("GET", self._path + query, accept=OCTETS)
+                answer = await self._transport.open("GET", self._path + query, accept=codec.OCTETS)
                 try:
                     return await answer.read()
                 finally:
@@ -207,7 +205,7 @@ class AsyncFiles:
 
     async def _download_file(self, source: RemotePath, file: local.File, user: str | None) -> TreeReport:
         query = codec.query(path=_path(source), user=user)
-        answer = await self._transport.open("GET", self._path + query, accept=OCTETS)
+        answer = await self._transport.open("GET", self._path + query, accept=codec.OCTETS)
         try:
             size = answer.head.headers.get(b"x-dsec-size", b"")
             file.expect(int(size) if size.isdigit() else None)

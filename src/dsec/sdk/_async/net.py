@@ -24,6 +24,9 @@ _EACH_TASKS: Final = 64
 
 T = TypeVar("T")
 
+# For what one handle does for several tasks, one after the other.
+AsyncLock = asyncio.Lock
+
 
 class AsyncConn(asyncio.Protocol):
     """One connection. `TimeoutError` means silence, `Broken` everything else that ends it."""

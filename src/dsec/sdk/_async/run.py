@@ -38,10 +38,19 @@ class AsyncRun:
     """One call of `run`."""
 
     def __init__(
-        self, transport: AsyncTransport, sandbox: str, spec: RunSpec, on_output: OnOutput | None, key: str | None
+        self,
+        transport: AsyncTransport,
+        sandbox: str,
+        spec: RunSpec,
+        on_output: OnOutput | None,
+        key: str | None,
+        *,
+        session: str | None = None,
     ) -> None:
         self._transport = transport
         self._sandbox = sandbox
+        # In a session it is a call of that; its program is one of the sandbox all the same.
+        self._call = f"{sandbox}/sessions/{session}/run" if session is not None else f"{sandbox}/run"
         self._body = codec.encode(spec)
         self._on_output = on_output
         self._key = new_key() if key is None else check_key(key, "key")
@@ -53,8 +62,7 @@ class AsyncRun:
         """How the program ended."""
         try:
             if self._on_output is None:
-                path = f"{self._sandbox}/run"
-                return await self._transport.call("POST", path, RunResult, body=self._body, key=self._key)
+                return await self._transport.call("POST", self._call, RunResult, body=self._body, key=self._key)
             return await self._streamed()
         except _Interrupted as caught:
             await self._give_up(caught.error)
@@ -79,7 +87,7 @@ class AsyncRun:
         sandbox = self._sandbox.rpartition("/")[2]
         error.add_note(
             f"{began}; once the node answers again, `dsec inspect {sandbox}` shows whether it still runs, and the same "
-            f"run with key={self._key!r} (over HTTP: the same POST {self._sandbox}/run with `Idempotency-Key: "
+            f"run with key={self._key!r} (over HTTP: the same POST {self._call} with `Idempotency-Key: "
             f"{self._key}`) waits for its result and starts nothing anew"
         )
 
@@ -99,7 +107,7 @@ class AsyncRun:
 
     async def _open(self) -> AsyncItems:
         offsets = f"&stdout_offset={self._offsets[1]}&stderr_offset={self._offsets[2]}"
-        path = f"{self._sandbox}/run?stream=1{offsets if any(self._offsets.values()) else ''}"
+        path = f"{self._call}?stream=1{offsets if any(self._offsets.values()) else ''}"
         return await self._transport.stream("POST", path, body=self._body, key=self._key)
 
     async def _follow(self, items: AsyncItems) -> RunResult:

@@ -171,6 +171,7 @@ class AsyncTransport:
         *,
         body: bytes = b"",
         made: Body | None = None,
+        media: str = codec.MSGPACK,
         key: str | None = None,
     ) -> T:
         """One request and its decoded answer. Safe to repeat: it reads, or it carries a key."""
@@ -178,7 +179,7 @@ class AsyncTransport:
         while True:
             try:
                 if made is None:
-                    answer = await self.open(method, path, body=body, key=key)
+                    answer = await self.open(method, path, body=body, media=media, key=key)
                 else:
                     answer = await self._accepted(await self._send_body(method, path, made, key))
                 try:
@@ -200,12 +201,19 @@ class AsyncTransport:
         return AsyncItems(answer)
 
     async def open(
-        self, method: str, path: str, *, body: bytes = b"", key: str | None = None, accept: str = codec.MSGPACK
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        media: str = codec.MSGPACK,
+        key: str | None = None,
+        accept: str = codec.MSGPACK,
     ) -> AsyncAnswer:
         """One try: sent, and the head of the answer read. An error status raises what it stands for."""
         headers = _headers(key, accept)
         if body:
-            headers["Content-Type"] = codec.MSGPACK
+            headers["Content-Type"] = media
         data = request(method, self.target.prefix + path, self._common, headers, body)
         return await self._accepted(await self._send(data))
 

@@ -22,8 +22,6 @@ from dsec.sdk.http1 import Broken, Garbage
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
 
-OCTETS = "application/octet-stream"
-
 RemotePath = str | bytes | os.PathLike[str]
 LocalPath = str | os.PathLike[str]
 
@@ -50,7 +48,7 @@ class Files:
         retry = Retry(self._transport)
         while True:
             try:
-                answer = self._transport.open("GET", self._path + query, accept=OCTETS)
+                answer = self._transport.open("GET", self._path + query, accept=codec.OCTETS)
                 try:
                     return answer.read()
                 finally:
@@ -205,7 +203,7 @@ class Files:
 
     def _download_file(self, source: RemotePath, file: local.File, user: str | None) -> TreeReport:
         query = codec.query(path=_path(source), user=user)
-        answer = self._transport.open("GET", self._path + query, accept=OCTETS)
+        answer = self._transport.open("GET", self._path + query, accept=codec.OCTETS)
         try:
             size = answer.head.headers.get(b"x-dsec-size", b"")
             file.expect(int(size) if size.isdigit() else None)

@@ -25,6 +25,9 @@ _EACH_THREADS: Final = 16
 
 T = TypeVar("T")
 
+# For what one handle does for several threads, one after the other.
+Lock = threading.Lock
+
 
 class _Socket(Protocol):
     def send(self, data: memoryview, /) -> int: ...

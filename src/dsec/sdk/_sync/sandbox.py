@@ -9,8 +9,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from dsec.model import limits
 from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import new_key
@@ -21,10 +19,9 @@ from dsec.sdk._sync.run import Run
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
     from dsec.sdk._sync.files import Files
-
-
-class _Processes(msgspec.Struct):
-    items: tuple[values.ProcessInfo, ...]
+    from dsec.sdk._sync.programs import Process
+    from dsec.sdk._sync.sessions import Session
+    from dsec.sdk.programs import ProcessList, TerminalSize
 
 
 class Sandbox:
@@ -127,9 +124,81 @@ class Sandbox:
         """What it has used, and uses now."""
         return self._client.transport.call("GET", f"{self._path}/usage", Usage)
 
-    def processes(self) -> tuple[values.ProcessInfo, ...]:
-        """Programs running in it, and those that ended not long ago."""
-        return (self._client.transport.call("GET", f"{self._path}/processes", _Processes)).items
+    def spawn(
+        self,
+        command: values.Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bool = True,
+        tty: TerminalSize = False,
+        keepalive: bool = True,
+        timeout_s: float | None = None,
+        key: str | None = None,
+    ) -> Process:
+        """Start a program and do not wait for it; the handle talks to it. `command` and the like as for `run`.
+
+        It goes on without its caller, until it ends, is killed, its `timeout_s` is over, or the sandbox ends.
+        `stdin`: its input stays open until `p.stdin.close()`; else it is empty. `tty`: it gets a terminal, 24 x 80 or
+        `(rows, cols)`. `keepalive=False`: the sandbox is idle though it lives. ProgramNotStarted as for `run`.
+        `key`: whoever calls again with the same key and content gets the same program.
+        """
+        from dsec.sdk import programs
+        from dsec.sdk._sync.programs import spawn  # as for files
+
+        spec = programs.make_spawn(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            stdin=stdin,
+            tty=tty,
+            keepalive=keepalive,
+            timeout_s=timeout_s,
+        )
+        return spawn(self._client, self._id, spec, key)
+
+    def process(self, process_id: str) -> Process:
+        """The handle on a program by its id; nothing is asked before it is used."""
+        from dsec.sdk._sync.programs import Process  # as for files
+
+        return Process(self._client, self._id, process_id)
+
+    def processes(self) -> ProcessList:
+        """The processes alive in it, and the programs that calls have started."""
+        from dsec.sdk.programs import ProcessList  # as for files
+
+        return self._client.transport.call("GET", f"{self._path}/processes", ProcessList)
+
+    def session(
+        self,
+        shell: str | None = None,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        keepalive: bool = True,
+        key: str | None = None,
+    ) -> Session:
+        """Start a shell that lives on between commands: a context manager with `run`.
+
+        `shell`: its path inside; None: bash where it is there, else sh. `keepalive=False`: the sandbox is idle while no
+        command of it runs.
+        """
+        from dsec.sdk import programs
+        from dsec.sdk._sync.sessions import start  # as for files
+
+        spec = programs.make_session(shell=shell, cwd=cwd, env=env, user=user, keepalive=keepalive)
+        return start(self._client, self._id, spec, key)
+
+    def get_session(self, session_id: str) -> Session:
+        """The handle on a session that is there. NotFound: there is none of that id."""
+        from dsec.sdk._sync.sessions import Session  # as for files
+
+        found = Session(self._client, self._id, session_id)
+        found.info()
+        return found
 
     def __enter__(self) -> Self:
         return self

@@ -173,6 +173,7 @@ class Transport:
         *,
         body: bytes = b"",
         made: Body | None = None,
+        media: str = codec.MSGPACK,
         key: str | None = None,
     ) -> T:
         """One request and its decoded answer. Safe to repeat: it reads, or it carries a key."""
@@ -180,7 +181,7 @@ class Transport:
         while True:
             try:
                 if made is None:
-                    answer = self.open(method, path, body=body, key=key)
+                    answer = self.open(method, path, body=body, media=media, key=key)
                 else:
                     answer = self._accepted(self._send_body(method, path, made, key))
                 try:
@@ -202,12 +203,19 @@ class Transport:
         return Items(answer)
 
     def open(
-        self, method: str, path: str, *, body: bytes = b"", key: str | None = None, accept: str = codec.MSGPACK
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        media: str = codec.MSGPACK,
+        key: str | None = None,
+        accept: str = codec.MSGPACK,
     ) -> Answer:
         """One try: sent, and the head of the answer read. An error status raises what it stands for."""
         headers = _headers(key, accept)
         if body:
-            headers["Content-Type"] = codec.MSGPACK
+            headers["Content-Type"] = media
         data = request(method, self.target.prefix + path, self._common, headers, body)
         return self._accepted(self._send(data))
 

@@ -1,0 +1,225 @@
+"""Output of a program that is talked to: read at its offsets, taken up again when the connection breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from dsec.model.errors import NodeUnreachable
+from dsec.model.states import RunResult
+from dsec.sdk import codec
+from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
+from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.programs import OutputItem
+
+
+class AsyncFollow:
+    """Both streams of a program as they come, to its end: an iterator of `(stream, data)`, on a connection of its own.
+
+    A connection that breaks is made again where it was: no byte is lost or comes twice. `offsets`: the next byte of
+    each stream. `dropped`: bytes of each that are not kept any more and were passed over. `result`: how the program
+    ended, once the iteration is over.
+    """
+
+    def __init__(
+        self,
+        transport: AsyncTransport,
+        program: str,
+        offsets: tuple[int, int] = (0, 0),
+        *,
+        lossy: bool = False,
+        on_broken: Callable[[bool], object] | None = None,
+    ) -> None:
+        self.offsets = {1: offsets[0], 2: offsets[1]}
+        self.dropped = {1: 0, 2: 0}
+        self.result: RunResult | None = None
+        self._transport = transport
+        self._program = program
+        self._lossy = lossy
+        # Told when the connection is lost (True) and when it is there again (False).
+        self._on_broken = on_broken
+        self._broken = False
+        self._items: AsyncItems | None = None
+        self._retry: AsyncRetry | None = None
+        self._over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, bytes]:
+        while not self._over:
+            item = await self._item()
+            if item.stream is not None and (data := self._new(item.stream, item.offset, item.data)):
+                return item.stream, data
+            if item.error is not None:
+                self.close()
+                raise item.error.error()
+            if item.result is not None or item.program is not None:
+                await self._end(item)
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no longer. The program goes on."""
+        self._over = True
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+
+    async def _item(self) -> OutputItem:
+        if self._retry is None:
+            self._retry = AsyncRetry(self._transport)
+        while True:
+            try:
+                if self._items is None:
+                    self._items = await self._transport.stream("GET", self._path())
+                item = await self._items.next(OutputItem)
+                self._tell(broken=False)
+                return item
+            except Broken as error:
+                self._drop()
+                self._tell(broken=True)
+                await self._again(self._retry, error)
+            except Garbage as error:
+                self.close()
+                raise self._transport.garbage(error) from error
+            except BaseException:  # also cancelled: a part of an item may have been taken from it
+                self._drop()
+                raise
+
+    async def _again(self, retry: AsyncRetry, error: Broken) -> None:
+        try:
+            await retry.after(error)
+        except NodeUnreachable:
+            self._retry = None  # who goes on all the same has all the tries again
+            raise
+
+    def _path(self) -> str:
+        query = codec.query(
+            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], follow=True, lossy=self._lossy
+        )
+        return f"{self._program}/output{query}"
+
+    def _new(self, stream: int, offset: int, data: bytes) -> bytes:
+        if stream not in self.offsets:
+            raise self._transport.garbage(Garbage(f"output of stream {stream}"))
+        seen = self.offsets[stream]
+        # After a broken connection a server may start a little earlier than asked; nobody gets a byte twice.
+        new = data[max(seen - offset, 0) :]
+        self.dropped[stream] += max(offset - seen, 0)
+        self.offsets[stream] = max(seen, offset + len(data))
+        return new
+
+    async def _end(self, item: OutputItem) -> None:
+        self.result = item.result or (item.program.result if item.program is not None else None)
+        items, self._items = self._items, None
+        self._over = True
+        if self.result is not None:
+            for stream, output in ((1, self.result.out), (2, self.result.err)):
+                # The end of a stream may not be kept: what is missing of it is missing, too.
+                self.dropped[stream] += max(output.total - self.offsets[stream], 0)
+                self.offsets[stream] = max(self.offsets[stream], output.total)
+        if items is None:
+            return
+        try:
+            await items.drain()
+        except (Broken, Garbage):
+            return  # all of it was there; only the connection is of no more use
+        finally:
+            items.close()
+
+    def _drop(self) -> None:
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+
+    def _tell(self, *, broken: bool) -> None:
+        if broken != self._broken:
+            self._broken = broken
+            if self._on_broken is not None:
+                self._on_broken(broken)
+
+
+class AsyncReader:
+    """One stream of a program as it comes, to its end: an iterator of bytes, on a connection of its own.
+
+    A `for` loop that was left goes on where it was with the same reader. `offset`: the next byte. `dropped`: bytes that
+    are not kept any more and were passed over.
+    """
+
+    def __init__(self, follow: AsyncFollow, stream: int) -> None:
+        self._follow = follow
+        self._stream = stream
+
+    @property
+    def offset(self) -> int:
+        """The next byte."""
+        return self._follow.offsets[self._stream]
+
+    @property
+    def dropped(self) -> int:
+        """Bytes that are not kept any more and were passed over."""
+        return self._follow.dropped[self._stream]
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while True:
+            stream, data = await self._follow.__anext__()
+            if stream == self._stream:
+                return data
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no longer. The program goes on."""
+        self._follow.close()
+
+
+class AsyncOutput:
+    """One output stream of a program. Iterating it reads from the first byte that is kept; each iteration is a reader
+    of its own, and none takes bytes from another."""
+
+    def __init__(self, transport: AsyncTransport, program: str, stream: int) -> None:
+        self._transport = transport
+        self._program = program
+        self._stream = stream
+
+    def __aiter__(self) -> AsyncReader:
+        return self.follow()
+
+    def follow(self, offset: int = 0, *, lossy: bool = False) -> AsyncReader:
+        """A reader from an offset on. A slow one holds the program back; with `lossy` it misses bytes instead."""
+        offsets = (offset, 0) if self._stream == 1 else (0, offset)
+        return AsyncReader(AsyncFollow(self._transport, self._program, offsets, lossy=lossy), self._stream)
+
+    async def read(self, offset: int = 0) -> bytes:
+        """What is kept now, from an offset on, without waiting for more."""
+        retry = AsyncRetry(self._transport)
+        path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
+        while True:
+            try:
+                answer = await self._transport.open("GET", path, accept=codec.OCTETS)
+                try:
+                    return await answer.read()
+                finally:
+                    answer.close()
+            except Broken as error:
+                await retry.after(error)
+            except Garbage as error:
+                raise self._transport.garbage(error) from error

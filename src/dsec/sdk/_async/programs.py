@@ -1,0 +1,285 @@
+"""Programs that are talked to: `spawn`, `process`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from dsec.model.errors import (
+    Conflict,
+    DeadlineExceeded,
+    DsecError,
+    InvalidState,
+    NodeUnreachable,
+    NotFound,
+    SandboxLost,
+)
+from dsec.model.ids import check_key, new_key
+from dsec.model.processes import InputState, Program, SpawnSpec
+from dsec.model.states import RunResult
+from dsec.sdk import codec, programs
+from dsec.sdk._async.net import AsyncLock, finish, sleep
+from dsec.sdk._async.output import AsyncFollow, AsyncOutput
+from dsec.sdk._async.transport import AsyncTransport
+from dsec.sdk.http1 import Broken, Garbage
+
+if TYPE_CHECKING:
+    from dsec.sdk._async.client import AsyncClient
+
+_EMPTY: Final = codec.encode({})
+# How long one question for a program's end may stay open; then it is asked anew.
+_WAIT_S: Final = 20.0
+# Before input is offered again of which nothing was taken.
+_INPUT_PAUSE_S: Final = 0.05
+
+
+class _Nothing(msgspec.Struct):
+    """An answer without content."""
+
+
+class AsyncInput:
+    """The standard input of a program.
+
+    Every piece says where it belongs, so that a broken connection neither loses nor doubles a byte. A write that was
+    cancelled, or ended by NodeUnreachable, counts up to `offset`; what was on its way goes first with the next write.
+    One handle writes at a time: Conflict when another client has written meanwhile.
+    """
+
+    def __init__(self, transport: AsyncTransport, program: str, offset: int | None) -> None:
+        self._transport = transport
+        self._path = f"{program}/stdin"
+        self._lock = AsyncLock()
+        # Where what is pending begins; None: not known before the server was asked.
+        self._offset = offset
+        self._pending = b""
+        self._closed = False
+
+    @property
+    def offset(self) -> int | None:
+        """Where the next byte written goes; None: not known before the first write of a handle that was found again."""
+        return None if self._offset is None else self._offset + len(self._pending)
+
+    async def write(self, data: str | bytes | bytearray | memoryview) -> None:
+        """Give the program all of `data`: returns once it is taken, which waits while the program reads nothing.
+
+        InvalidState: nobody reads it any more.
+        """
+        view = memoryview(programs.input_bytes(data))
+        async with self._lock:
+            if self._closed:
+                raise InvalidState("this input was closed")
+            await self._flush()
+            for start in range(0, len(view), programs.INPUT_BYTES):
+                self._pending = bytes(view[start : start + programs.INPUT_BYTES])
+                await self._flush()
+
+    async def close(self) -> None:
+        """The end of the input, once the program has read what was written. Can be repeated.
+
+        For a terminal there is none: write b"\\x04" (^D).
+        """
+        async with self._lock:
+            if not self._closed:
+                await self._flush(eof=True)
+                self._closed = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def locate(self) -> int:
+        """Ask where the input is: before writing to a program that others write to as well."""
+        async with self._lock:
+            await self._flush()
+            self._offset = (await self._send(0, b"", eof=False)).size
+            return self._offset
+
+    async def _flush(self, *, eof: bool = False) -> None:
+        if self._offset is None:
+            self._offset = (await self._send(0, b"", eof=False)).size
+        while self._pending or eof:
+            state = await self._give(self._offset, eof=eof)
+            taken = state.size - self._offset
+            if state.closed and taken < len(self._pending):
+                self._pending = b""
+                raise InvalidState("nobody reads this input any more", detail={"size": state.size})
+            if (taken > len(self._pending) and not state.closed) or taken < 0:
+                self._pending, self._offset = b"", state.size
+                raise Conflict("another client has written to this input", detail={"size": state.size})
+            self._pending = self._pending[taken:]
+            self._offset = state.size
+            if not self._pending:
+                return
+            if not taken:
+                await sleep(_INPUT_PAUSE_S)
+
+    async def _give(self, offset: int, *, eof: bool) -> InputState:
+        try:
+            return await self._send(offset, self._pending, eof=eof)
+        except NodeUnreachable:
+            raise
+        except DsecError:
+            # Refused: it did not come in.
+            self._pending, self._offset = b"", None
+            raise
+
+    async def _send(self, offset: int, data: bytes, *, eof: bool) -> InputState:
+        path = self._path + codec.query(offset=offset, eof=eof)
+        return await self._transport.call("POST", path, InputState, body=data, media=codec.OCTETS)
+
+
+class AsyncProcess:
+    """A handle on a program that a call has started; `spawn` and `process` give it.
+
+    Leaving it as a context manager kills the program. It pickles to the URL, the sandbox and its id.
+    """
+
+    def __init__(
+        self, client: AsyncClient, sandbox_id: str, program_id: str, *, input_offset: int | None = None
+    ) -> None:
+        self._client = client
+        self._sandbox_id = sandbox_id
+        self._id = program_id
+        self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes/{codec.quote(program_id)}"
+        self._input_offset = input_offset
+
+    @property
+    def id(self) -> str:
+        """Its id within its sandbox."""
+        return self._id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._id} in {self._sandbox_id}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._client.url, self._sandbox_id, self._id)
+
+    @cached_property
+    def stdin(self) -> AsyncInput:
+        """Its standard input, if it was spawned with one."""
+        return AsyncInput(self._client.transport, self._path, self._input_offset)
+
+    @cached_property
+    def stdout(self) -> AsyncOutput:
+        """Its standard output; of a program with a terminal all of its output."""
+        return AsyncOutput(self._client.transport, self._path, 1)
+
+    @cached_property
+    def stderr(self) -> AsyncOutput:
+        """Its standard error; empty for a program with a terminal."""
+        return AsyncOutput(self._client.transport, self._path, 2)
+
+    async def output(self, offset: int = 0, *, stream: int = 1) -> bytes:
+        """What is kept of stdout (`stream=2`: stderr) now, from an offset on, without waiting for more."""
+        return await (self.stderr if stream == 2 else self.stdout).read(offset)
+
+    def follow(
+        self,
+        offsets: tuple[int, int] = (0, 0),
+        *,
+        lossy: bool = False,
+        on_broken: Callable[[bool], object] | None = None,
+    ) -> AsyncFollow:
+        """Both streams as they come, in one iteration of `(stream, data)`; afterwards its `result` is there.
+
+        `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
+        """
+        return AsyncFollow(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
+
+    async def info(self) -> Program:
+        """What its node knows of it now; its result, once it has ended."""
+        return await self._client.transport.call("GET", self._path, Program)
+
+    async def wait(self, timeout_s: float | None = None) -> RunResult:
+        """How it ended, once it has. DeadlineExceeded after `timeout_s`: the program goes on. Nothing is killed."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _WAIT_S if end is None else min(max(end - time.monotonic(), 0.0), _WAIT_S)
+            query = codec.query(timeout_s=f"{left:.3f}")
+            program = await self._client.transport.call("POST", f"{self._path}/wait{query}", Program)
+            if program.result is not None:
+                return program.result
+            if program.state == "ended":
+                raise Conflict(f"{self._id} has ended, and its result is not known", detail={"id": self._id})
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceeded(f"{self._id} has not ended after {timeout_s:g} s; it goes on")
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Give its terminal another size; it gets SIGWINCH."""
+        body = codec.encode(programs.size(rows, cols))
+        await self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the program itself."""
+        await self._kill({"signal": int(number)})
+
+    async def kill(self) -> None:
+        """Kill it with all it has started."""
+        await self._kill({})
+
+    async def _kill(self, body: dict[str, int]) -> None:
+        data = codec.encode(body) if body else _EMPTY
+        await self._client.transport.call("POST", f"{self._path}/kill", _Nothing, body=data, key=new_key())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.kill()
+        except (NotFound, SandboxLost, InvalidState):
+            return  # it has ended
+        except DsecError as kill_error:
+            if error is None:
+                raise
+            # The caller's own error tells more; this one must not hide it.
+            error.add_note(f"and killing {self._id} failed: {kill_error}")
+
+
+async def spawn(client: AsyncClient, sandbox_id: str, spec: SpawnSpec, key: str | None) -> AsyncProcess:
+    """Start a program. A caller that gives up meanwhile leaves none behind."""
+    # What is started under a key of the caller's may have been given input before.
+    offset = 0 if key is None else None
+    key = new_key() if key is None else check_key(key, "key")
+    body = codec.encode(spec)
+    try:
+        program = await _started(client, sandbox_id, body, key)
+    except Exception:
+        raise
+    except BaseException as error:
+        await finish(_undo(client, sandbox_id, body, key, error), client.transport.timing.kill_s)
+        raise
+    return AsyncProcess(client, sandbox_id, program.id, input_offset=offset)
+
+
+async def _started(client: AsyncClient, sandbox_id: str, body: bytes, key: str) -> Program:
+    path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes"
+    return await client.transport.call("POST", path, Program, body=body, key=key)
+
+
+async def _undo(client: AsyncClient, sandbox_id: str, body: bytes, key: str, error: BaseException) -> bool:
+    """Find what was started under the key, and kill it."""
+    try:
+        program = await _started(client, sandbox_id, body, key)
+        await AsyncProcess(client, sandbox_id, program.id).kill()
+    except (DsecError, Broken, Garbage) as failure:
+        error.add_note(f"the program may be running: killing it failed: {failure}")
+        return False
+    return True
+
+
+def _restore(url: str, sandbox_id: str, program_id: str) -> AsyncProcess:
+    from dsec.sdk._async.client import shared
+
+    return AsyncProcess(shared(url), sandbox_id, program_id)

@@ -1,0 +1,121 @@
+"""Types of programs that are talked to, as the SDK gives and sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from dsec.model import limits
+from dsec.model.errors import InvalidSpec
+from dsec.model.processes import Process, Program, Session, SessionSpec, SpawnSpec, Terminal
+from dsec.model.states import RunResult
+from dsec.sdk.codec import ErrorBody
+from dsec.sdk.values import Command, make_run
+
+# In the SDK the handles are called Process and Session; what a node says of one is its info.
+ProcessInfo = Process
+SessionInfo = Session
+
+TerminalSize = bool | tuple[int, int] | Terminal
+
+# Of one call; more is several calls.
+INPUT_BYTES: Final = 256 * limits.KIB
+
+
+class ProcessList(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs in a sandbox. Iterating gives the processes alive.
+
+    `programs`: those that calls have started, with those that ended not long ago. `more`: there are more processes than
+    a list has room for.
+    """
+
+    programs: tuple[Program, ...] = ()
+    processes: tuple[Process, ...] = ()
+    more: bool = False
+
+    def __iter__(self) -> Iterator[Process]:
+        return iter(self.processes)
+
+    def __len__(self) -> int:
+        return len(self.processes)
+
+
+class OutputItem(msgspec.Struct):
+    """One item of an output stream; an item with nothing in it only says that the server is there."""
+
+    stream: int | None = None
+    offset: int = 0
+    data: bytes = b""
+    result: RunResult | None = None
+    program: Program | None = None
+    error: ErrorBody | None = None
+
+
+def make_spawn(
+    command: Command,
+    *,
+    cwd: str | None,
+    env: Mapping[str, str] | None,
+    user: str | None,
+    stdin: bool,
+    tty: TerminalSize,
+    keepalive: bool,
+    timeout_s: float | None,
+) -> SpawnSpec:
+    """The checked SpawnSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
+    run = make_run(command, cwd=cwd, env=env, user=user, stdin=None, timeout_s=timeout_s)
+    for name, value in (("stdin", stdin), ("keepalive", keepalive)):
+        if not isinstance(value, bool):
+            raise InvalidSpec.field(name, value, "True or False (input goes to the handle: p.stdin.write)")
+    return SpawnSpec(
+        command=run.command,
+        argv=run.argv,
+        cwd=cwd,
+        env=run.env,
+        user=user,
+        timeout_s=timeout_s,
+        stdin=stdin,
+        tty=_terminal(tty),
+        keepalive=keepalive,
+    ).check()
+
+
+def make_session(
+    *, shell: str | None, cwd: str | None, env: Mapping[str, str] | None, user: str | None, keepalive: bool
+) -> SessionSpec:
+    """The checked SessionSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
+    for name, value in (("shell", shell), ("cwd", cwd), ("user", user)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidSpec.field(name, value, "a str")
+    return SessionSpec(shell=shell, cwd=cwd, env=dict(env or {}), user=user, keepalive=keepalive).check()
+
+
+def _terminal(tty: TerminalSize) -> Terminal | None:
+    if isinstance(tty, bool):
+        return Terminal() if tty else None
+    return tty.check() if isinstance(tty, Terminal) else size(*_pair(tty))
+
+
+def _pair(tty: object) -> tuple[int, int]:
+    if isinstance(tty, tuple) and len(tty) == 2:
+        return tty
+    raise InvalidSpec.field("tty", tty, "True, False, (rows, cols) or a dsec.Terminal")
+
+
+def size(rows: int, cols: int) -> Terminal:
+    """A checked Terminal. Raises InvalidSpec."""
+    for name, value in (("rows", rows), ("cols", cols)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidSpec.field(name, value, "a number")
+    return Terminal(rows=rows, cols=cols).check()
+
+
+def input_bytes(data: object) -> bytes:
+    """What is written to a program, as bytes."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogateescape")
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InvalidSpec.field("data", data, "str or bytes")
+    return bytes(data)
