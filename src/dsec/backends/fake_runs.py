@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from dsec.backends import fake_programs as programs
 from dsec.backends.base import ProgramStatus, RunPlan, Sink, StartPlan
+from dsec.backends.capture import Capture
 from dsec.model import limits
 from dsec.model.errors import DsecError
 from dsec.model.processes import InputState, OutputPiece
-from dsec.model.states import Cause, Output, RunOutcome, Usage
+from dsec.model.states import Cause, RunOutcome, Usage
 
 if TYPE_CHECKING:
     from dsec.backends.fake import Clock
@@ -26,46 +27,6 @@ CPU_PER_RUN_S: Final = 0.001
 
 _IGNORED_BY_DEFAULT = frozenset({signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH, signals.SIGCONT})
 _NEVER_IGNORED = frozenset({signals.SIGKILL, signals.SIGSTOP})
-
-
-class Capture:
-    """The head and the tail of one output stream."""
-
-    def __init__(self, head_bytes: int, tail_bytes: int, spool_bytes: int = 0) -> None:
-        self._head_limit = head_bytes
-        self._result_tail = tail_bytes
-        self._tail_limit = max(tail_bytes, spool_bytes)
-        self.head = bytearray()
-        self.tail = bytearray()
-        self.total = 0
-
-    def append(self, data: bytes) -> None:
-        """Keep what belongs to the head; then only the newest."""
-        self.total += len(data)
-        room = self._head_limit - len(self.head)
-        if room > 0:
-            self.head += data[:room]
-            data = data[room:]
-        if data:
-            self.tail += data
-            if len(self.tail) > self._tail_limit:
-                del self.tail[: len(self.tail) - self._tail_limit]
-
-    def kept_from(self, offset: int) -> list[tuple[int, bytes]]:
-        """What is still kept from an offset on, as (offset, bytes)."""
-        pieces = []
-        if offset < len(self.head):
-            pieces.append((offset, bytes(self.head[offset:])))
-        tail_start = self.total - len(self.tail)
-        skip = max(0, offset - tail_start)
-        if skip < len(self.tail):
-            pieces.append((tail_start + skip, bytes(self.tail[skip:])))
-        return pieces
-
-    def output(self) -> Output:
-        """As a value."""
-        tail = self.tail[max(0, len(self.tail) - self._result_tail) :]
-        return Output(head=bytes(self.head), tail=bytes(tail), total=self.total)
 
 
 class Input:

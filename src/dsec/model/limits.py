@@ -70,3 +70,5 @@ SPOOL_BYTES: Final = 16 * MIB  # newest output of each stream of a spawned progr
 INPUT_PIECE_MAX_BYTES: Final = 1 * MIB  # of one call that gives a program input
 PROGRAMS_KEPT: Final = 64  # ended programs of a sandbox whose output is kept
 SESSIONS_MAX: Final = 256  # alive in a sandbox
+COMMAND_TEXT_MAX_BYTES: Final = 4 * MIB  # of one command of a session
+COMMANDS_WAITING_MAX: Final = 1024  # of one session

@@ -8,10 +8,10 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec
-from dsec.model.specs import RunSpec, check_env, check_path, check_user
+from dsec.model.specs import RunSpec, check_env, check_path, check_user, os_bytes
 from dsec.model.states import RunResult
 
-ProgramKind = Literal["run", "spawn", "session"]
+ProgramKind = Literal["run", "spawn", "session", "command"]
 ProgramState = Literal["starting", "running", "ended"]
 
 
@@ -95,6 +95,47 @@ class How(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tty: Terminal | None = None
     control: bool = False
     keepalive: bool = True
+
+
+class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One command for a session. A str is text for its shell, a list is one program with its arguments.
+
+    `argv` instead of `command` carries what is not UTF-8; `stdin`: what the command reads (nothing: it reads nothing).
+    """
+
+    command: str | list[str] | None = None
+    argv: list[bytes] | None = None
+    stdin: bytes | None = None
+    timeout_s: float | None = None
+
+    def check(self) -> Self:
+        """The CommandSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
+        self.text()
+        RunSpec(argv=[b"sh"], stdin=self.stdin, timeout_s=self.timeout_s).check()
+        return self
+
+    def text(self) -> bytes:
+        """The command as shell text. Raises InvalidSpec."""
+        if (self.command is None) == (self.argv is None):
+            raise InvalidSpec.field("command", self.command, "a shell text or a list (or argv in bytes, not both)")
+        if isinstance(self.command, str):
+            text = os_bytes("command", self.command)
+        else:
+            words = self.argv or [os_bytes("command", word) for word in self.command or []]
+            if not words or not words[0]:
+                raise InvalidSpec.field("command", self.command, "a shell text or a list that starts with a program")
+            text = b" ".join(map(quoted, words))
+        if b"\0" in text:
+            raise InvalidSpec.field("command", text[:64], "text without NUL bytes")
+        if len(text) > limits.COMMAND_TEXT_MAX_BYTES:
+            allowed = f"at most {limits.COMMAND_TEXT_MAX_BYTES} bytes"
+            raise InvalidSpec.field("command", f"{len(text)} bytes", allowed)
+        return text
+
+
+def quoted(word: bytes) -> bytes:
+    """A word as any shell reads it back."""
+    return b"'" + word.replace(b"'", b"'\\''") + b"'"
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

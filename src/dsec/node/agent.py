@@ -12,7 +12,7 @@ import msgspec
 import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
-from dsec.model.errors import InvalidSpec, NotFound, SandboxLost, Unknown, Unsupported
+from dsec.model.errors import InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
 from dsec.model.specs import RunSpec, Spec, check_labels, check_network
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
@@ -26,6 +26,7 @@ from dsec.node.lifecycle import Lifecycle
 from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
 from dsec.node.runs import Flight
+from dsec.node.sessions import Command, Sessions
 from dsec.node.steps import BEGUN, Answer, content_hash
 from dsec.node.store import Statement, Store
 
@@ -93,11 +94,12 @@ class Node:
         self._creation = Creation(self.core, self._lifecycle)
         self.files = FileCalls(self.core, self._ready)
         self.programs = Programs(self.core, self._ready)
+        self.sessions = Sessions(self.core, self._ready, self.programs, self.files)
         self._started_at = clock.wall()
 
     async def start(self) -> None:
         """Find again what lives here."""
-        await Recovery(self.core, self._lifecycle).run()
+        await Recovery(self.core, self._lifecycle, self.sessions.resume).run()
 
     async def close(self) -> None:
         """Let go of everything; sandboxes and their runs go on."""
@@ -337,6 +339,11 @@ class Node:
             return
 
         async def work() -> tuple[bytes, list[Statement]]:
+            if isinstance(flight, Command):
+                if signal is not None:
+                    raise InvalidState(f"{process_id} is a command of a session: it can be killed, not signalled")
+                flight.end_early("killed")
+                return encode({}), []
             try:
                 await guest.kill(process_id, signal)
             except NotFound:
@@ -356,6 +363,9 @@ class Node:
         box = self.core.alive(ref)
         if box is None or box.guest is None:
             return None
+        found = next((flight for flight in box.flights.values() if flight.process_id == process_id), None)
+        if isinstance(found, Command):
+            return self.sessions.follow(box, found, sink, offsets)
         return asyncio.ensure_future(box.guest.attach(process_id, sink=sink, offsets=offsets))
 
     # -- layers -------------------------------------------------------------------------------------------------------

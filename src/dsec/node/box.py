@@ -18,6 +18,7 @@ from dsec.node.store import Statement
 
 if TYPE_CHECKING:
     from dsec.node.runs import Flight
+    from dsec.node.sessions import Shell
 
 encode_value = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(SandboxInfo).decode
@@ -46,6 +47,7 @@ class Box:
         "ready",
         "runtime",
         "settings_from",
+        "shells",
         "stopping",
         "watcher",
     )
@@ -63,6 +65,7 @@ class Box:
         self.idle_boot = 0.0
         self.flights: dict[str, Flight] = {}  # by key
         self.programs: dict[str, Flight] = {}  # those that are talked to, by process id
+        self.shells: dict[str, Shell] = {}  # of sessions, by process id
         self.kept: deque[str] = deque()  # of those, ended ones whose output is still there; oldest first
         # Set once creation is over: None, or the error it failed with.
         self.ready: asyncio.Future[DsecError | None] = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, cast, get_args
 
 from dsec.backends.base import Exit, Handle
@@ -20,6 +20,7 @@ from dsec.node.admission import Need
 from dsec.node.box import SELECT, Box, Row, read_row
 from dsec.node.core import NODE_SCOPE, Core
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.steps import Step
 from dsec.node.store import Statement
 
 log = logging.getLogger("dsec.node.recovery")
@@ -30,8 +31,9 @@ _AT_ONCE: Final = 32
 class Recovery:
     """One start of a node."""
 
-    def __init__(self, core: Core, lifecycle: Lifecycle) -> None:
+    def __init__(self, core: Core, lifecycle: Lifecycle, resume_command: Callable[[Box, Step], None]) -> None:
         self._core = core
+        self._resume_command = resume_command
         self._lifecycle = lifecycle
 
     async def run(self) -> None:
@@ -149,6 +151,8 @@ class Recovery:
                 for step in core.steps.open(box.id):
                     if step.kind in ("run", "spawn", "session"):
                         core.runs.resume(box, step)
+                    elif step.kind == "command" and step.extra is not None:
+                        self._resume_command(box, step)
         if drop:
             await core.store.commit(*drop, durable=False)
 

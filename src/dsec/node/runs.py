@@ -41,6 +41,8 @@ from dsec.node.store import Store
 log = logging.getLogger("dsec.node.runs")
 
 RUNS_IN_FLIGHT_MAX: Final = 4096  # of one sandbox
+# Kinds whose program lives beyond the call that started it.
+TALKED_TO: Final = frozenset({"spawn", "session"})
 
 encode = msgspec.msgpack.Encoder().encode
 decode_how = msgspec.msgpack.Decoder(How).decode
@@ -161,7 +163,7 @@ class Runs:
         flight.sink = sink
         plan = run_plan(flight.process_id, spec, box.base, how)
         begun = found is not None
-        self._take_off(box, key, flight, lambda: self._run(box, key, flight, plan, sink, begun=begun))
+        self.take_off(box, key, flight, lambda: self._run(box, key, flight, plan, sink, begun=begun))
         return flight
 
     def resume(self, box: Box, step: Step) -> None:
@@ -169,13 +171,14 @@ class Runs:
         flight = Flight(step.hash, step.subject, step.step, step.begun_at, step.command, how=how_of(step))
         flight.launch()
         guest = box.running_guest()
-        self._take_off(box, step.key, flight, lambda: self._reattach(box, guest, step.key, flight))
+        self.take_off(box, step.key, flight, lambda: self._reattach(box, guest, step.key, flight))
 
-    def _take_off(self, box: Box, key: str, flight: Flight, work: Work) -> None:
+    def take_off(self, box: Box, key: str, flight: Flight, work: Work) -> None:
+        """Give a flight its task."""
         box.flights[key] = flight
         if flight.how.keepalive:
             box.active += 1
-        if flight.how is not RUN:
+        if flight.how.kind in TALKED_TO:
             box.programs[flight.process_id] = flight
         flight.task = asyncio.get_running_loop().create_task(self._fly(box, key, flight, work))
 
@@ -197,9 +200,9 @@ class Runs:
             box.active -= 1
             if not box.active:
                 self._became_idle(box)
-        if flight.how is not RUN:
+        if flight.how.kind in TALKED_TO:
             _keep(box, flight.process_id)
-        elif isinstance(answer, bytes) and box.guest is not None:
+        elif flight.how is RUN and isinstance(answer, bytes) and box.guest is not None:
             box.guest.discard(flight.process_id)
 
     async def _run(
@@ -229,11 +232,11 @@ class Runs:
             await self._store.commit(self._steps.drop(box.id, key), durable=False)
             raise
         except SandboxLost as error:
-            return await self._record(box, key, flight, box.end_told(error))
+            return await self.record(box, key, flight, box.end_told(error))
         except (Rejected, ProgramNotStarted, Unknown) as error:
-            return await self._record(box, key, flight, error)
+            return await self.record(box, key, flight, error)
         failpoint.at("run.ended")
-        return await self._record(box, key, flight, encode(result_of(flight, outcome)))
+        return await self.record(box, key, flight, encode(result_of(flight, outcome)))
 
     async def _reattach(self, box: Box, guest: Guest, key: str, flight: Flight) -> Answer | None:
         try:
@@ -242,10 +245,10 @@ class Runs:
             await self._store.commit(self._steps.drop(box.id, key), durable=False)
             return None
         except SandboxLost as error:
-            return await self._record(box, key, flight, box.end_told(error))
+            return await self.record(box, key, flight, box.end_told(error))
         except Unknown as error:
-            return await self._record(box, key, flight, error)
-        return await self._record(box, key, flight, encode(result_of(flight, outcome)))
+            return await self.record(box, key, flight, error)
+        return await self.record(box, key, flight, encode(result_of(flight, outcome)))
 
     async def _outcome(self, flight: Flight, guest: Guest, plan: RunPlan, sink: Sink | None) -> RunOutcome:
         if sink is None or flight.detached:
@@ -263,7 +266,8 @@ class Runs:
         # The reader left. Cancelling the call stopped nothing; the same process id attaches to it.
         return await guest.run(plan, started=flight.launch)
 
-    async def _record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
+    async def record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
+        """Write down what came of a flight, before anybody is told."""
         statement, files = self._steps.end(box.id, key, answer, flight.process_id)
         await self._store.commit(statement, files=files)
         failpoint.at("run.recorded")

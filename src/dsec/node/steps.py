@@ -118,7 +118,8 @@ class Steps:
 
     def by_subject(self, scope: str, subject: str) -> Step | None:
         """The row about a process of a sandbox."""
-        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND kind IN ('run', 'spawn', 'session')"
+        kinds = "kind IN ('run', 'spawn', 'session', 'command')"
+        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND {kinds}"
         rows = self._store.read(sql, (scope, subject))
         return Step(*rows[0]) if rows else None
 

@@ -11,16 +11,15 @@ from dsec.model.errors import InvalidSpec, NotFound
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import Capabilities, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
 from dsec.node.agent import VERSION, Node, Page, Query
-from dsec.node.core import value_of
 from dsec.node.http import codec, streams
 from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import FILE_ROUTES
 from dsec.node.http.programs import PROGRAM_ROUTES
 from dsec.node.http.route import Route, S
+from dsec.node.http.sessions import session_routes
 from dsec.node.layers import ImportRequest
-from dsec.node.runs import Flight, decode_result, never_launched
-from dsec.node.steps import Answer, WireError
+from dsec.node.steps import WireError
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,18 +56,6 @@ class BatchItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     done: bool | None = None
     created: int | None = None
     failed: int | None = None
-
-
-class RunItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One item of a run's stream."""
-
-    started: str | None = None
-    step: int | None = None
-    stream: Literal[1, 2] | None = None
-    offset: int | None = None
-    data: bytes | None = None
-    result: RunResult | None = None
-    error: WireError | None = None
 
 
 class ImportItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -176,28 +163,7 @@ async def stop(node: Node, ex: Exchange, _: None) -> None:
 
 
 async def run(node: Node, ex: Exchange, spec: RunSpec) -> None:
-    if ex.fields:
-        offsets = (number(ex.fields, "stdout_offset", 0, int), number(ex.fields, "stderr_offset", 0, int))
-        if min(offsets) < 0:
-            raise InvalidSpec.field("stdout_offset", min(offsets), "0 or more")
-        if one(ex.fields, "stream") in ("1", "true"):
-            await streams.RunStream(node, ex, offsets).serve(ex.params[0], spec)
-            return
-        if one(ex.fields, "stream") not in (None, "0", "false"):
-            raise InvalidSpec.field("stream", ex.fields["stream"][0], "1 or 0")
-    answer = await _answer(node, ex, spec)
-    if never_launched(answer):
-        answer = await _answer(node, ex, spec)
-    value = value_of(answer)
-    if ex.msgpack:
-        await ex.reply_bytes(200, value, msgpack=True)  # it is kept as it is sent
-    else:
-        await ex.reply(200, decode_result(value))
-
-
-async def _answer(node: Node, ex: Exchange, spec: RunSpec) -> Answer:
-    found = await node.run(ex.params[0], spec, ex.key)
-    return await found.answer() if isinstance(found, Flight) else found
+    await streams.serve_run(node, ex, ex.params[0], lambda sink: node.run(ex.params[0], spec, ex.key, sink))
 
 
 async def kill(node: Node, ex: Exchange, request: KillRequest | None) -> None:
@@ -270,11 +236,12 @@ ROUTES: tuple[Route, ...] = (
         "Run a program; with stream=1 as a stream",
         body=RunSpec,
         answer=RunResult,
-        item=RunItem,
+        item=streams.RunItem,
         query=_RUN_QUERY,
         keyed=True,
     ),
     *PROGRAM_ROUTES,
+    *session_routes(_RUN_QUERY),
     Route(
         "POST",
         f"{S}/{{ref}}/processes/{{id}}/kill",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from dsec.model.errors import DsecError, NotFound
-from dsec.model.specs import RunSpec
+from dsec.backends.base import Sink
+from dsec.model.errors import DsecError, InvalidSpec, NotFound
+from dsec.model.states import RunResult
 from dsec.node.agent import Node
 from dsec.node.core import decode_info, value_of
+from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import HEARTBEAT_S, Exchange
 from dsec.node.layers import ImportRequest
 from dsec.node.runs import Flight, decode_result, kept_output, never_launched
@@ -30,24 +32,66 @@ async def until(exchange: Exchange, gone: asyncio.Future[Any], waited: Iterable[
         await exchange.heartbeat()
 
 
+class RunItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One item of a run's stream."""
+
+    started: str | None = None
+    step: int | None = None
+    stream: Literal[1, 2] | None = None
+    offset: int | None = None
+    data: bytes | None = None
+    result: RunResult | None = None
+    error: WireError | None = None
+
+
+Begin = Callable[[Sink | None], Awaitable[Flight | Answer]]
+
+
+async def serve_run(node: Node, ex: Exchange, ref: str, begin: Begin) -> None:
+    """Answer a call that runs something: whole, or with stream=1 as it comes."""
+    if ex.fields:
+        offsets = (number(ex.fields, "stdout_offset", 0, int), number(ex.fields, "stderr_offset", 0, int))
+        if min(offsets) < 0:
+            raise InvalidSpec.field("stdout_offset", min(offsets), "0 or more")
+        if one(ex.fields, "stream") in ("1", "true"):
+            await RunStream(node, ex, offsets, begin).serve(ref)
+            return
+        if one(ex.fields, "stream") not in (None, "0", "false"):
+            raise InvalidSpec.field("stream", ex.fields["stream"][0], "1 or 0")
+    answer = await _answer(begin)
+    if never_launched(answer):
+        answer = await _answer(begin)
+    value = value_of(answer)
+    if ex.msgpack:
+        await ex.reply_bytes(200, value, msgpack=True)  # it is kept as it is sent
+    else:
+        await ex.reply(200, decode_result(value))
+
+
+async def _answer(begin: Begin) -> Answer:
+    found = await begin(None)
+    return await found.answer() if isinstance(found, Flight) else found
+
+
 class RunStream:
     """One client that reads along with a run."""
 
-    def __init__(self, node: Node, exchange: Exchange, offsets: tuple[int, int]) -> None:
+    def __init__(self, node: Node, exchange: Exchange, offsets: tuple[int, int], begin: Begin) -> None:
         self._node = node
+        self._begin = begin
         self._exchange = exchange
         self._offsets = offsets
         self._flight: Flight | None = None
         self._said = False
 
-    async def serve(self, ref: str, spec: RunSpec) -> None:
+    async def serve(self, ref: str) -> None:
         """Start or join the run, send what it prints, then its result."""
-        found = await self._node.run(ref, spec, self._exchange.key, self.sink)
+        found = await self._begin(self.sink)
         gone = asyncio.ensure_future(self._exchange.gone())
         try:
             answer = await self._follow(ref, found, gone) if isinstance(found, Flight) else found
             if answer is not None and never_launched(answer):
-                found = await self._node.run(ref, spec, self._exchange.key, self.sink)
+                found = await self._begin(self.sink)
                 answer = await self._follow(ref, found, gone) if isinstance(found, Flight) else found
             elif not isinstance(found, Flight):
                 await self._recorded(found)
@@ -100,8 +144,8 @@ class RunStream:
         if not self._said:
             self._said = True
             await self._exchange.item({"started": result.process_id, "step": result.step})
-        for number, output in ((1, result.out), (2, result.err)):
-            for stream, offset, data in kept_output(output, number, self._offsets[number - 1]):
+        for kept, output in ((1, result.out), (2, result.err)):
+            for stream, offset, data in kept_output(output, kept, self._offsets[kept - 1]):
                 await self._exchange.item({"stream": stream, "offset": offset, "data": data})
 
     async def _end(self, answer: Answer) -> None:
