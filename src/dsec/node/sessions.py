@@ -403,7 +403,7 @@ class Sessions:
 
     async def _cut(self, guest: Guest, command: Command, fence: int, border: Border) -> None:
         """Once it is to end: kill what it has begun, then, if its shell is busy itself, the shell."""
-        await command.cut
+        await asyncio.wait((command.cut,))  # not the future itself, which would be cancelled with us
         with suppress(DsecError):
             await guest.kill_fence(command.session, fence)
         await asyncio.sleep(ANSWER_WITHIN_S)
@@ -464,6 +464,8 @@ def script(text: bytes, number: int, last: int, stdin: str | None) -> bytes:
     `eval` keeps a syntax error to the command; `command` keeps the shell alive where an error of a special built-in
     would end it. The first line gives the command the `$?` of the one before; not under `set -e`, which it would end.
     """
+    if (len(text) - len(text.rstrip(b"\\"))) % 2:
+        text = text[:-1]  # goes on in a line that does not come: bash 5.2 would take it from what follows the eval
     before = b"case $- in *e*) ;; *) (exit %d) ;; esac\n" % last if last else b""
     source = quoted((stdin or "/dev/null").encode())
     return b"%scommand eval %s <%s 3>&-\n{ command printf '%%d %%d\\n' %d \"$?\" >&3; } 2>/dev/null\n" % (

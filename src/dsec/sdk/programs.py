@@ -9,10 +9,11 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec
-from dsec.model.processes import Process, Program, Session, SessionSpec, SpawnSpec, Terminal
+from dsec.model.processes import CommandSpec, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
+from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
 from dsec.sdk.codec import ErrorBody
-from dsec.sdk.values import Command, make_run
+from dsec.sdk.values import Command, escaped, make_run
 
 # In the SDK the handles are called Process and Session; what a node says of one is its info.
 ProcessInfo = Process
@@ -80,6 +81,22 @@ def make_spawn(
         tty=_terminal(tty),
         keepalive=keepalive,
     ).check()
+
+
+def make_command(command: Command, *, stdin: str | bytes | None, timeout_s: float | None) -> CommandSpec:
+    """The checked CommandSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
+    # A text is the shell's, however long; only the list of one program is bounded as the kernel bounds it.
+    text = command if isinstance(command, str) else None
+    run = make_run("" if text is not None else command, cwd=None, env=None, user=None, stdin=stdin, timeout_s=timeout_s)
+    if text is None:
+        spec = CommandSpec(command=run.command, argv=run.argv, stdin=run.stdin, timeout_s=timeout_s)
+    elif escaped(text):
+        # Bytes that are not UTF-8 cross the wire as such.
+        words = [b"eval", os_bytes("command", text)]
+        spec = CommandSpec(argv=words, stdin=run.stdin, timeout_s=timeout_s)
+    else:
+        spec = CommandSpec(command=text, stdin=run.stdin, timeout_s=timeout_s)
+    return spec.check()
 
 
 def make_session(

@@ -123,7 +123,7 @@ def _check_types(spec: RunSpec) -> None:
 
 def _arguments(command: Command) -> tuple[str | list[str] | None, list[bytes] | None]:
     if isinstance(command, str):
-        if command.isascii() or not _escaped(command):
+        if command.isascii() or not escaped(command):
             return command, None
         return None, [b"/bin/sh", b"-c", os_bytes("command", command)]
     if isinstance(command, bytes | bytearray) or not isinstance(command, Sequence):
@@ -133,12 +133,12 @@ def _arguments(command: Command) -> tuple[str | list[str] | None, list[bytes] | 
         if not isinstance(word, str | bytes | os.PathLike):
             raise InvalidSpec.field("command", word, "arguments that are str, bytes or paths")
         words.append(os.fspath(word))
-    if all(isinstance(word, str) and not _escaped(word) for word in words):
+    if all(isinstance(word, str) and not escaped(word) for word in words):
         return [word for word in words if isinstance(word, str)], None
     return None, [word if isinstance(word, bytes) else os_bytes("command", word) for word in words]
 
 
-def _escaped(text: str) -> bool:
+def escaped(text: str) -> bool:
     """Whether it stands for bytes that are not UTF-8 (surrogate escapes)."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 

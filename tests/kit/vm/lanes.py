@@ -39,6 +39,7 @@ LEFT_OUT = {
     "tests/contract/test_sdk_programs.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_node.py": "the SDK over the fake backend",
     "tests/root/runtime/test_readers.py": "credit and offsets of readers: no kernel changes its answer",
+    "tests/root/test_sdk_sessions.py": "shells and the node; the fences and streams below are runtime/test_fences.py's",
     "tests/root/test_sdk_programs.py": "the SDK and the node; runtime/test_input.py has what a kernel decides",
     "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; see runtime/test_lost_disk.py",
     "tests/root/test_bench.py": "compares with Docker, runc and a C program built on the spot; a guest has no network",

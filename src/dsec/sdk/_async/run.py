@@ -11,6 +11,7 @@ import msgspec
 
 from dsec.model.errors import DsecError, NodeUnreachable
 from dsec.model.ids import check_key, new_key
+from dsec.model.processes import CommandSpec
 from dsec.model.specs import RunSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec
@@ -41,7 +42,7 @@ class AsyncRun:
         self,
         transport: AsyncTransport,
         sandbox: str,
-        spec: RunSpec,
+        spec: RunSpec | CommandSpec,
         on_output: OnOutput | None,
         key: str | None,
         *,

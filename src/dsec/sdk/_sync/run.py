@@ -13,6 +13,7 @@ import msgspec
 
 from dsec.model.errors import DsecError, NodeUnreachable
 from dsec.model.ids import check_key, new_key
+from dsec.model.processes import CommandSpec
 from dsec.model.specs import RunSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec
@@ -43,7 +44,7 @@ class Run:
         self,
         transport: Transport,
         sandbox: str,
-        spec: RunSpec,
+        spec: RunSpec | CommandSpec,
         on_output: OnOutput | None,
         key: str | None,
         *,

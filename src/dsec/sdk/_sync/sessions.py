@@ -13,7 +13,7 @@ from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import SessionSpec
 from dsec.model.states import RunResult
-from dsec.sdk import codec, values
+from dsec.sdk import codec, programs, values
 from dsec.sdk._sync.run import Run
 from dsec.sdk.programs import SessionInfo
 
@@ -65,7 +65,7 @@ class Session:
         cancelling and key are the command's. One that ends the shell (`exit`, `exec`) ends the session with its exit
         code; afterwards InvalidState.
         """
-        spec = values.make_run(command, cwd=None, env=None, user=None, stdin=stdin, timeout_s=timeout_s)
+        spec = programs.make_command(command, stdin=stdin, timeout_s=timeout_s)
         run = Run(self._client.transport, self._sandbox, spec, on_output, key, session=codec.quote(self._id))
         result = run.result()
         if check and not result.ok:
