@@ -462,13 +462,12 @@ def script(text: bytes, number: int, last: int, stdin: str | None) -> bytes:
     """What a shell is given for a command.
 
     `eval` keeps a syntax error to the command; `command` keeps the shell alive where an error of a special built-in
-    would end it. The first line gives the command the `$?` of the one before; not under `set -e`, which it would end.
+    would end it. No braces: bash 5.2 takes them for words after a text whose quotes were open. The first line gives the
+    command the `$?` of the one before; not under `set -e`, which it would end.
     """
-    if (len(text) - len(text.rstrip(b"\\"))) % 2:
-        text = text[:-1]  # goes on in a line that does not come: bash 5.2 would take it from what follows the eval
     before = b"case $- in *e*) ;; *) (exit %d) ;; esac\n" % last if last else b""
     source = quoted((stdin or "/dev/null").encode())
-    return b"%scommand eval %s <%s 3>&-\n{ command printf '%%d %%d\\n' %d \"$?\" >&3; } 2>/dev/null\n" % (
+    return b"%scommand eval %s <%s 3>&-\ncommand printf '%%d %%d\\n' %d \"$?\" >&3\n" % (
         before,
         quoted(text + b"\n"),
         source,
