@@ -47,18 +47,21 @@ if TYPE_CHECKING:
         Unscored,
         Unsupported,
     )
+    from dsec.model.events import Event
     from dsec.model.files import Entry, FileEvent, TreeReport
     from dsec.model.processes import Program, Terminal
     from dsec.model.specs import Spec
     from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
     from dsec.sdk._async.batch import AsyncBatch
     from dsec.sdk._async.client import AsyncClient, AsyncJob
+    from dsec.sdk._async.events import AsyncEvents
     from dsec.sdk._async.files import AsyncFiles, AsyncWatch
     from dsec.sdk._async.programs import AsyncProcess
     from dsec.sdk._async.sandbox import AsyncSandbox
     from dsec.sdk._async.sessions import AsyncSession
     from dsec.sdk._sync.batch import Batch
     from dsec.sdk._sync.client import Client, Job
+    from dsec.sdk._sync.events import Events
     from dsec.sdk._sync.files import Files, Watch
     from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.sandbox import Sandbox
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncBatch",
     "AsyncClient",
+    "AsyncEvents",
     "AsyncFiles",
     "AsyncJob",
     "AsyncProcess",
@@ -89,6 +93,8 @@ __all__ = [
     "Diverged",
     "DsecError",
     "Entry",
+    "Event",
+    "Events",
     "Exhausted",
     "FileError",
     "FileEvent",
@@ -138,6 +144,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "dsec.model.events": ("Event",),
     "dsec.model.files": ("Entry", "FileEvent", "TreeReport"),
     "dsec.model.processes": ("Program", "Terminal"),
     "dsec.model.specs": ("Spec",),
@@ -152,12 +159,14 @@ _HOMES = {
     ),
     "dsec.sdk._async.batch": ("AsyncBatch",),
     "dsec.sdk._async.client": ("AsyncClient", "AsyncJob"),
+    "dsec.sdk._async.events": ("AsyncEvents",),
     "dsec.sdk._async.files": ("AsyncFiles", "AsyncWatch"),
     "dsec.sdk._async.programs": ("AsyncProcess",),
     "dsec.sdk._async.sandbox": ("AsyncSandbox",),
     "dsec.sdk._async.sessions": ("AsyncSession",),
     "dsec.sdk._sync.batch": ("Batch",),
     "dsec.sdk._sync.client": ("Client", "Job"),
+    "dsec.sdk._sync.events": ("Events",),
     "dsec.sdk._sync.files": ("Files", "Watch"),
     "dsec.sdk._sync.programs": ("Process",),
     "dsec.sdk._sync.sandbox": ("Sandbox",),

@@ -24,6 +24,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "cp": ("files", "cp", "copy files and directories into a sandbox or out of one"),
     "ps": ("sandboxes", "ps", "list sandboxes"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
+    "events": ("events", "events", "what happened to a sandbox, and with -f what happens"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
     "rm": ("sandboxes", "stop", ""),
     "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job (`dsec ps --job NAME` lists them)"),

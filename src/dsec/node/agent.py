@@ -20,6 +20,7 @@ from dsec.node.box import SELECT, Box, read_row
 from dsec.node.clock import Clock
 from dsec.node.core import NODE_SCOPE, Core, check_key, check_seconds, decode_info, encode
 from dsec.node.creation import Created, Creation
+from dsec.node.events import Events
 from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
@@ -95,11 +96,14 @@ class Node:
         self.files = FileCalls(self.core, self._ready)
         self.programs = Programs(self.core, self._ready)
         self.sessions = Sessions(self.core, self._ready, self.programs, self.files)
+        self.events = Events(self.core)
         self._started_at = clock.wall()
 
     async def start(self) -> None:
         """Find again what lives here."""
         await Recovery(self.core, self._lifecycle, self.sessions.resume).run()
+        if self.core.boxes:
+            await self.core.store.commit(*self.events.restarted(self.core.boxes), durable=False)
 
     async def close(self) -> None:
         """Let go of everything; sandboxes and their runs go on."""

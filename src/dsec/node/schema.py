@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 4
+VERSION = 5
 
 # The i-th entry takes a database from version i to i + 1. Entries are never changed once released, only added.
 _MIGRATIONS: tuple[str, ...] = (
@@ -54,6 +54,54 @@ _MIGRATIONS: tuple[str, ...] = (
     """,
     """
     ALTER TABLE steps ADD COLUMN extra BLOB;
+    """,
+    # Events are rows that say when and which; what happened is read from the step or the sandbox itself. Triggers
+    # write them: in one transaction with what they tell of, whoever wrote that, with no turn of their own.
+    # A run has one, at its end: its beginning is in the step, and a row more would cost each run a tenth of its commit.
+    # `1000`: EVENTS_KEEP_MAX as it was; `64`: how many more there may be for a moment, so that few writes remove any.
+    """
+    CREATE TABLE events (
+        sandbox TEXT NOT NULL,
+        seq INTEGER NOT NULL,
+        at REAL NOT NULL,
+        kind TEXT NOT NULL,
+        key TEXT NOT NULL DEFAULT '',
+        PRIMARY KEY (sandbox, seq)
+    ) WITHOUT ROWID;
+    CREATE TRIGGER event_of_step_begun AFTER INSERT ON steps
+    WHEN NEW.scope <> '' AND NEW.state = 0 AND NEW.kind IN ('spawn', 'session', 'command') BEGIN
+        INSERT INTO events VALUES (NEW.scope, (SELECT coalesce(max(seq), 0) + 1 FROM events WHERE sandbox = NEW.scope),
+            NEW.begun_at, NEW.kind || '.started', NEW.key);
+    END;
+    CREATE TRIGGER event_of_step_ended AFTER UPDATE OF state ON steps
+    WHEN NEW.scope <> '' AND OLD.state = 0 AND NEW.state <> 0
+        AND NEW.kind IN ('run', 'spawn', 'session', 'command', 'kill', 'extend', 'labels', 'network') BEGIN
+        INSERT INTO events VALUES (NEW.scope, (SELECT coalesce(max(seq), 0) + 1 FROM events WHERE sandbox = NEW.scope),
+            NEW.ended_at,
+            NEW.kind || CASE WHEN NEW.kind IN ('run', 'spawn', 'session', 'command') THEN '.ended' ELSE '' END,
+            NEW.key);
+    END;
+    CREATE TRIGGER event_of_step_dropped AFTER DELETE ON steps
+    WHEN OLD.scope <> '' AND OLD.state = 0 AND OLD.kind IN ('spawn', 'session', 'command') BEGIN
+        INSERT INTO events VALUES (OLD.scope, (SELECT coalesce(max(seq), 0) + 1 FROM events WHERE sandbox = OLD.scope),
+            OLD.begun_at, OLD.kind || '.not_started', '');
+    END;
+    CREATE TRIGGER event_of_sandbox_created AFTER INSERT ON sandboxes
+    WHEN NEW.state = 'running' AND NOT EXISTS (SELECT 1 FROM events WHERE sandbox = NEW.id) BEGIN
+        INSERT INTO events (sandbox, seq, at, kind) VALUES (NEW.id, 1, 0, 'created');
+    END;
+    CREATE TRIGGER event_of_sandbox_ended AFTER INSERT ON sandboxes
+    WHEN NEW.ended_at IS NOT NULL
+        AND NOT EXISTS (SELECT 1 FROM events WHERE sandbox = NEW.id AND kind = 'ended') BEGIN
+        INSERT INTO events VALUES (NEW.id, (SELECT coalesce(max(seq), 0) + 1 FROM events WHERE sandbox = NEW.id),
+            NEW.ended_at, 'ended', '');
+    END;
+    CREATE TRIGGER events_bound AFTER INSERT ON events WHEN NEW.seq > 1000 AND NEW.seq % 64 = 0 BEGIN
+        DELETE FROM events WHERE sandbox = NEW.sandbox AND seq <= NEW.seq - 1000;
+    END;
+    CREATE TRIGGER events_gone AFTER DELETE ON sandboxes BEGIN
+        DELETE FROM events WHERE sandbox = OLD.id;
+    END;
     """,
 )
 assert len(_MIGRATIONS) == VERSION

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import DsecError, InvalidSpec, Retry, from_wire
+from dsec.model.events import Event
 from dsec.model.files import FileEvent, TreeReport
 from dsec.model.states import LayerInfo, RunResult, SandboxInfo
 from dsec.sdk.http1 import Garbage
@@ -88,6 +89,14 @@ class WatchItem(msgspec.Struct):
     ready: bool = False
     event: FileEvent | None = None
     ended: str | None = None
+    error: ErrorBody | None = None
+
+
+class EventItem(msgspec.Struct):
+    """One item of a stream of events."""
+
+    event: Event | None = None
+    done: bool = False
     error: ErrorBody | None = None
 
 

@@ -46,6 +46,13 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         server.close()
 
 
+def no_events(wire: Wire) -> None:
+    """A stream of events without any."""
+    wire.stream()
+    wire.item({"done": True})
+    wire.end()
+
+
 def program(*items: dict[str, object]) -> Script:
     """A server with one sandbox in which every program does the same."""
 
@@ -223,7 +230,12 @@ def test_stopping_what_has_ended_says_so(serve: Serve, capsys: pytest.CaptureFix
 def test_inspect_shows_the_limits_in_effect_and_readable_times(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve(lambda request, wire: wire.answer({} if request.path.endswith("/processes") else INFO))
+    def script(request: Request, wire: Wire) -> None:
+        if "/events" in request.path:
+            return no_events(wire)
+        wire.answer({} if request.path.endswith("/processes") else INFO)
+
+    serve(script)
     assert main(["inspect", ID]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["limits"]["memory_mib"] == 512 and about["limits"]["idle_timeout_s"] == 3600
@@ -501,6 +513,8 @@ def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeyp
             wire.stream()
             wire.item({"layer": {"digest": "sha256:" + "0" * 64}})
             wire.end()
+        elif "/events" in request.path:
+            no_events(wire)
         else:
             wire.answer({"digest": "sha256:" + "0" * 64, "stopped": 1, "items": [], **INFO})
 
@@ -515,6 +529,8 @@ def test_every_command_that_asks_a_node_takes_its_url_last(serve: Serve, monkeyp
 
 def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     def script(request: Request, wire: Wire) -> None:
+        if "/events" in request.path:
+            return no_events(wire)
         answers = {"/usage": {"pids": 1}, "/processes": {}, ":stop": {"stopped": 3}}
         wire.answer(next((value for end, value in answers.items() if request.path.endswith(end)), INFO))
 

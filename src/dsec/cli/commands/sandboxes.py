@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dsec.sdk.values import States
 
 
+EVENTS_SHOWN: Final = 20
 ENDED: Final = ("stopped", "lost")
 LIMITS: Final = ("cpu", "memory_mib", "disk_mib", "pids", "idle_timeout_s", "lifetime_s")
 TIMES: Final = ("created_at", "started_at", "expires_at", "idle_since", "ended_at")
@@ -76,6 +77,8 @@ def inspect_options(parser: argparse.ArgumentParser) -> None:
 
 def inspect_command(args: argparse.Namespace) -> int:
     """Everything about one sandbox, as JSON."""
+    from collections import deque
+
     sandbox = client(args).get(args.sandbox)
     info = sandbox._info
     about: dict[str, object] = {"sandbox": info}
@@ -86,6 +89,7 @@ def inspect_command(args: argparse.Namespace) -> int:
         about["times"] = {name: _iso(at) for name, at in moments.items() if at is not None}
     if sandbox.state == "running":
         about |= {"usage": sandbox.usage(), "processes": sandbox.processes()}
+    about["events"] = list(deque(sandbox.events(), EVENTS_SHOWN))
     show_json(about)
     return 0
 

@@ -15,6 +15,7 @@ from dsec.node.http import codec, streams
 from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import FILE_ROUTES
+from dsec.node.http.inspection import INSPECTION_ROUTES
 from dsec.node.http.programs import PROGRAM_ROUTES
 from dsec.node.http.route import Route, S
 from dsec.node.http.sessions import session_routes
@@ -265,6 +266,7 @@ ROUTES: tuple[Route, ...] = (
         keyed=True,
     ),
     *FILE_ROUTES,
+    *INSPECTION_ROUTES,
     Route("GET", "/v1/layers", layers, "All layers", answer=LayerList),
     Route("POST", "/v1/layers:import", import_layer, "Make a layer", body=ImportRequest, item=ImportItem, keyed=True),
     Route("GET", "/v1/layers/{ref}", layer, "One layer", answer=LayerInfo),

@@ -16,6 +16,7 @@ from dsec.sdk._async.run import AsyncRun
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
+    from dsec.sdk._async.events import AsyncEvents
     from dsec.sdk._async.files import AsyncFiles
     from dsec.sdk._async.programs import AsyncProcess
     from dsec.sdk._async.sessions import AsyncSession
@@ -197,6 +198,16 @@ class AsyncSandbox:
         found = AsyncSession(self._client, self._id, session_id)
         await found.info()
         return found
+
+    def events(self, since: int = 0, *, follow: bool = False) -> AsyncEvents:
+        """What happened to it, the oldest first: iterate over it. Also once it has ended, as long as its node knows it.
+
+        `since`: only what came after the event with that `seq`. `follow`: also what is still to come, until it has
+        ended. A node keeps the last 1,000; an event `missed` says how many before are gone.
+        """
+        from dsec.sdk._async.events import AsyncEvents  # not loaded for those who only run programs
+
+        return AsyncEvents(self._client.transport, self._path, since, follow)
 
     async def __aenter__(self) -> Self:
         return self

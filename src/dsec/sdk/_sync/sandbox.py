@@ -18,6 +18,7 @@ from dsec.sdk._sync.run import Run
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.events import Events
     from dsec.sdk._sync.files import Files
     from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.sessions import Session
@@ -199,6 +200,16 @@ class Sandbox:
         found = Session(self._client, self._id, session_id)
         found.info()
         return found
+
+    def events(self, since: int = 0, *, follow: bool = False) -> Events:
+        """What happened to it, the oldest first: iterate over it. Also once it has ended, as long as its node knows it.
+
+        `since`: only what came after the event with that `seq`. `follow`: also what is still to come, until it has
+        ended. A node keeps the last 1,000; an event `missed` says how many before are gone.
+        """
+        from dsec.sdk._sync.events import Events  # not loaded for those who only run programs
+
+        return Events(self._client.transport, self._path, since, follow)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,25 @@
+"""What happened to a sandbox, one thing after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened. `seq` counts from 1 within the sandbox, without gaps; `at` is seconds since the epoch.
+
+    `kind`: `created`; `run.started` and `run.ended` (`step`, `process_id`, `command`), or
+    `run.not_started` (nothing ran, its key is free again); `kill`, `extend`, `labels`,
+    `network`; `node_restarted` (the sandbox was found again); `ended`; `missed` (events before this one are not kept
+    any more: `detail.count`, and `seq` is that of the last of them). What else there is to say is in `detail`.
+    """
+
+    seq: int
+    at: float
+    kind: str
+    step: int | None = None
+    process_id: str | None = None
+    command: str | None = None
+    detail: dict[str, Any] = {}

@@ -1,0 +1,135 @@
+"""Events: what happened to a sandbox, kept with what it tells of."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dsec.model.errors import InvalidSpec, NotFound
+from dsec.model.events import Event
+from dsec.node import events as node_events
+from tests.kit.aio import until
+from tests.kit.simnode import SimNode
+
+
+async def told(s: SimNode, ref: str, since: int = 0) -> list[Event]:
+    return [event async for event in s.node.events.of(ref, since)]
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+def test_a_life_is_told_in_order_without_gaps_also_after_its_end(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(name="a", lifetime_s=1000)
+        result = await s.run("a", "exit 3")
+        await s.node.set_labels("a", {"k": "v"})
+        await s.node.extend("a", 50)
+        await s.node.stop("a", caller="uid 0")
+        events = await told(s, id_)
+        assert kinds(events) == ["created", "run.started", "run.ended", "labels", "extend", "ended"]
+        assert [event.seq for event in events] == [1, 2, 3, 4, 5, 6]
+        ended = events[2]
+        assert (ended.step, ended.process_id, ended.command) == (1, result.process_id, events[1].command)
+        assert (ended.detail["exit_code"], ended.detail["cause"]) == (3, "exited")
+        assert events[3].detail == {"labels": {"k": "v"}}
+        assert events[5].detail == {"state": "stopped", "reason": "stopped", "by": "stop by uid 0"}
+        assert [event.at for event in events] == sorted(event.at for event in events)
+        assert await told(s, id_, since=4) == events[4:]
+        assert await told(s, id_, since=6) == []
+
+    sim(scenario)
+
+
+def test_events_are_still_there_after_a_restart_which_is_one(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        await s.run(id_, "true")
+        before = await told(s, id_)
+        await s.restart()
+        after = await told(s, id_)
+        assert after[: len(before)] == before
+        assert kinds(after[len(before) :]) == ["node_restarted"]
+        await s.crash()
+        await s.start()
+        assert [event.seq for event in await told(s, id_)] == list(range(1, len(before) + 3))
+
+    sim(scenario)
+
+
+def test_an_end_by_a_limit_says_which(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create(idle_timeout_s=100, lifetime_s=None)
+        await s.clock.advance(101)
+        assert (await told(s, id_))[-1].detail["reason"] == "idle"
+
+    sim(scenario)
+
+
+def test_a_result_in_a_file_of_its_own_is_told_like_others(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        await s.run(id_, f"printf {'x' * 40_000}; exit 5")
+        assert s.node.core.store.read("SELECT count(*) FROM steps WHERE spool IS NOT NULL") == [(1,)]
+        assert (await told(s, id_))[-1].detail["exit_code"] == 5
+
+    sim(scenario)
+
+
+def test_the_last_are_kept_and_what_is_missed_is_said(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        total = node_events.EVENTS_KEEP_MAX + 300
+        await s.node.core.store.commit(*[x for _ in range(total) for x in s.node.events.restarted([id_])])
+        rows = s.node.core.store.read("SELECT count(*), max(seq) FROM events WHERE sandbox = ?", (id_,))
+        assert rows[0][1] == total + 1
+        assert node_events.EVENTS_KEEP_MAX <= rows[0][0] < node_events.EVENTS_KEEP_MAX + 64
+        first, *rest = await told(s, id_)
+        assert (first.kind, first.detail["count"]) == ("missed", total + 1 - rows[0][0])
+        assert [event.seq for event in rest] == list(range(first.seq + 1, total + 2))
+
+    sim(scenario)
+
+
+def test_a_follower_hears_what_happens_until_the_end(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        heard: list[Event] = []
+
+        async def follow() -> None:
+            async for event in s.node.events.of(id_, follow=True):
+                heard.append(event)
+
+        following = asyncio.create_task(follow())
+        await until(lambda: bool(heard))
+        assert not following.done()
+        await s.run(id_, "true")
+        await s.node.stop(id_)
+        await following
+        assert kinds(heard) == ["created", "run.started", "run.ended", "ended"]
+
+    sim(scenario)
+
+
+def test_events_are_forgotten_with_their_sandbox(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        await s.run(id_, "true")
+        await s.node.stop(id_)
+        await s.node.core.store.commit(("DELETE FROM sandboxes WHERE id = ?", (id_,)))
+        assert s.node.core.store.read("SELECT count(*) FROM events") == [(0,)]
+
+    sim(scenario)
+
+
+def test_what_cannot_be_told_is_refused(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        with pytest.raises(InvalidSpec):
+            await told(s, id_, since=-1)
+        with pytest.raises(NotFound):
+            await told(s, "nobody")
+
+    sim(scenario)
