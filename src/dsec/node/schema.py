@@ -57,7 +57,7 @@ _MIGRATIONS: tuple[str, ...] = (
     """,
     # Events are rows that say when and which; what happened is read from the step or the sandbox itself. Triggers
     # write them: in one transaction with what they tell of, whoever wrote that, with no turn of their own.
-    # A run has one, at its end: its beginning is in the step, and a row more would cost each run a tenth of its commit.
+    # A run has one, at its end: that it has begun is in its step, and every run would pay for the row.
     # `1000`: EVENTS_KEEP_MAX as it was; `64`: how many more there may be for a moment, so that few writes remove any.
     """
     CREATE TABLE events (

@@ -29,16 +29,16 @@ def test_a_life_is_told_in_order_without_gaps_also_after_its_end(sim):
         await s.node.extend("a", 50)
         await s.node.stop("a", caller="uid 0")
         events = await told(s, id_)
-        assert kinds(events) == ["created", "run.started", "run.ended", "labels", "extend", "ended"]
-        assert [event.seq for event in events] == [1, 2, 3, 4, 5, 6]
-        ended = events[2]
-        assert (ended.step, ended.process_id, ended.command) == (1, result.process_id, events[1].command)
+        assert kinds(events) == ["created", "run.ended", "labels", "extend", "ended"]
+        assert [event.seq for event in events] == [1, 2, 3, 4, 5]
+        ended = events[1]
+        assert (ended.step, ended.process_id, ended.command) == (1, result.process_id, "exit 3")
         assert (ended.detail["exit_code"], ended.detail["cause"]) == (3, "exited")
-        assert events[3].detail == {"labels": {"k": "v"}}
-        assert events[5].detail == {"state": "stopped", "reason": "stopped", "by": "stop by uid 0"}
+        assert events[2].detail == {"labels": {"k": "v"}}
+        assert events[4].detail == {"state": "stopped", "reason": "stopped", "by": "stop by uid 0"}
         assert [event.at for event in events] == sorted(event.at for event in events)
-        assert await told(s, id_, since=4) == events[4:]
-        assert await told(s, id_, since=6) == []
+        assert await told(s, id_, since=3) == events[3:]
+        assert await told(s, id_, since=5) == []
 
     sim(scenario)
 
@@ -108,7 +108,7 @@ def test_a_follower_hears_what_happens_until_the_end(sim):
         await s.run(id_, "true")
         await s.node.stop(id_)
         await following
-        assert kinds(heard) == ["created", "run.started", "run.ended", "ended"]
+        assert kinds(heard) == ["created", "run.ended", "ended"]
 
     sim(scenario)
 
