@@ -30,8 +30,10 @@ const OOM_SCORE_ABOVE_ZERO: &str = "500";
 /// Longest program name made of PATH and argv[0].
 const PROGRAM_MAX: usize = 4096;
 
-/// Descriptors of every request; those of v1 follow.
+/// Descriptors of every request; a third output and those of v1 follow.
 const ALWAYS: usize = 7;
+/// The program's number of its third output.
+const CONTROL: RawFd = 3;
 
 /// The descriptors of a request, in order.
 #[derive(Debug)]
@@ -42,13 +44,17 @@ pub(crate) struct EnterFds {
     pub gate: OwnedFd,
     /// To be born in.
     pub cgroup: OwnedFd,
+    /// The third output.
+    pub control: Option<OwnedFd>,
     /// To join, one of each v1 hierarchy.
     pub tasks: Vec<OwnedFd>,
 }
 
 impl EnterFds {
-    pub(crate) fn of(mut fds: Vec<OwnedFd>) -> Option<Self> {
-        let tasks = (fds.len() >= ALWAYS).then(|| fds.split_off(ALWAYS))?;
+    pub(crate) fn of(mut fds: Vec<OwnedFd>, control: bool) -> Option<Self> {
+        let needed = ALWAYS + usize::from(control);
+        let tasks = (fds.len() >= needed).then(|| fds.split_off(needed))?;
+        let control = control.then(|| fds.pop()).flatten();
         let [init, stdin, stdout, stderr, status, gate, cgroup]: [OwnedFd; ALWAYS] =
             fds.try_into().ok()?;
         Some(Self {
@@ -57,6 +63,7 @@ impl EnterFds {
             status,
             gate,
             cgroup,
+            control,
             tasks,
         })
     }
@@ -279,8 +286,17 @@ fn join(entry: &Entry<'_>, keep: &[RawFd]) -> Result<()> {
         process::dup_to(fd.as_fd(), number as i32).step("enter.stdio")?;
     }
     let (init, status) = (&entry.fds.init, &entry.fds.status);
-    let always = [0, 1, 2, init.as_raw_fd(), status.as_raw_fd()];
-    process::close_all_but(&[&always, keep].concat()).step("enter.close")?;
+    let mut all = vec![0, 1, 2, init.as_raw_fd(), status.as_raw_fd()];
+    all.extend(keep);
+    if let Some(control) = &entry.fds.control {
+        // The launcher's own socket has this number, so nothing that came by it.
+        if all.contains(&CONTROL) {
+            return Err(LaunchError::new(Code::Internal, "descriptor 3 is taken"));
+        }
+        process::dup_to(control.as_fd(), CONTROL).step("enter.control")?;
+        all.push(CONTROL);
+    }
+    process::close_all_but(&all).step("enter.close")?;
     rustix::process::setsid().step("enter.setsid").map(drop)
 }
 

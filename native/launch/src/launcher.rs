@@ -387,15 +387,19 @@ impl Launcher {
         Ok(created)
     }
 
-    /// Returns right after the clone, a frozen sandbox included.
+    /// `stdio`: the three, and the third output where the plan has one. Returns right after the clone, a frozen
+    /// sandbox included.
     pub fn enter(
         &self,
         target: &Target<'_>,
         plan: &RunPlan,
-        stdio: [BorrowedFd<'_>; 3],
+        stdio: &[BorrowedFd<'_>],
         cgroup: &RunFiles,
     ) -> Result<Entered> {
         check::run(plan)?;
+        if stdio.len() != 3 + usize::from(plan.control) {
+            return Err(LaunchError::new(Code::Internal, "wrong number of outputs"));
+        }
         let mut plan = plan.clone();
         // Its way in is the descriptor.
         plan.stdin.clear();
@@ -420,7 +424,7 @@ impl Launcher {
             greeting: plan.greeting.clone(),
         };
         let stdio = [socket, null, null];
-        self.enter_with(target, plan.as_run(), Some(helper), stdio, cgroup)
+        self.enter_with(target, plan.as_run(), Some(helper), &stdio, cgroup)
     }
 
     fn enter_with(
@@ -428,7 +432,7 @@ impl Launcher {
         target: &Target<'_>,
         plan: RunPlan,
         helper: Option<Helper>,
-        stdio: [BorrowedFd<'_>; 3],
+        stdio: &[BorrowedFd<'_>],
         cgroup: &RunFiles,
     ) -> Result<Entered> {
         let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
@@ -441,10 +445,14 @@ impl Launcher {
             helper,
         };
         let leaves = || [path.clone(), entering(&path)];
-        let [stdin, stdout, stderr] = stdio;
-        let (theirs, their_gate) = (theirs.as_fd(), their_gate.as_fd());
-        let mut fds = vec![target.init_pidfd, stdin, stdout, stderr, theirs, their_gate];
-        fds.extend(cgroup.to_enter());
+        let (first, more) = stdio.split_at(stdio.len().min(3));
+        let mut fds = vec![target.init_pidfd];
+        fds.extend(first);
+        fds.extend([theirs.as_fd(), their_gate.as_fd()]);
+        let mut groups = cgroup.to_enter();
+        fds.extend(groups.next());
+        fds.extend(more);
+        fds.extend(groups);
         let entered = self.with(|process| {
             process.send(&request, &fds)?;
             let reply = process.receive(Instant::now() + ENTER_DEADLINE);

@@ -137,6 +137,9 @@ pub struct RunPlan {
     pub stdin: ByteBuf,
     #[serde(default)]
     pub stdin_open: bool,
+    /// Descriptor 3 of the program is an output too.
+    #[serde(default)]
+    pub control: bool,
     #[serde(default)]
     pub timeout_ms: u64,
     #[serde(default)]

@@ -12,6 +12,7 @@ use serde_bytes::ByteBuf;
 use crate::cgroup::{SandboxCgroup, PAYLOAD};
 use crate::hierarchy::{children, read};
 use crate::plan::{Result, Step};
+use crate::run_cgroup::FENCE;
 
 /// More of one sandbox are not told.
 pub const PROCESSES_MAX: usize = 4096;
@@ -54,11 +55,11 @@ pub fn processes(cgroup: &SandboxCgroup, uid_base: u32) -> Result<(Vec<Process>,
     let mut inside = HashMap::new();
     let mut more = false;
     let payload = cgroup.v2(PAYLOAD);
-    for group in children(&payload).step("processes.list")? {
-        let run = group.strip_prefix(GROUP_OF_RUN);
-        if run.is_none() && group != "init" {
-            continue;
-        }
+    for group in groups(cgroup)? {
+        let run = group
+            .split('/')
+            .next()
+            .and_then(|name| name.strip_prefix(GROUP_OF_RUN));
         // One that is gone by now has none.
         let procs = read(&payload.join(&group).join("cgroup.procs")).unwrap_or_default();
         let ending = format!("/{}/{PAYLOAD}/{group}", cgroup.sandbox_id());
@@ -80,6 +81,26 @@ pub fn processes(cgroup: &SandboxCgroup, uid_base: u32) -> Result<(Vec<Process>,
     }
     found.sort_by_key(|process| process.pid);
     Ok((found, more))
+}
+
+/// Those of the init, of runs, and of runs' fences, below the payload.
+fn groups(cgroup: &SandboxCgroup) -> Result<Vec<String>> {
+    let payload = cgroup.v2(PAYLOAD);
+    let mut groups = Vec::new();
+    for group in children(&payload).step("processes.list")? {
+        if group.starts_with(GROUP_OF_RUN) {
+            // One that is gone by now has none.
+            for below in children(&payload.join(&group)).unwrap_or_default() {
+                if below.starts_with(FENCE) {
+                    groups.push(format!("{group}/{below}"));
+                }
+            }
+        } else if group != "init" {
+            continue;
+        }
+        groups.push(group);
+    }
+    Ok(groups)
 }
 
 /// A process, held by its directory: a number may be another's by the next look, this never is.

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use crate::cgroup::SandboxCgroup;
-use crate::hierarchy::{flag, kill_tree, read, write};
+use crate::hierarchy::{children, flag, kill_tree, make, read, write};
 use crate::plan::{CgroupMode, Code, LaunchError, Result, Step};
 
 /// Memory that may stay charged to a group when it is used again: what the kernel charges ahead for
@@ -25,6 +25,9 @@ pub struct RunUsage {
     /// Times pids_max refused a fork in the whole sandbox.
     pub pids_max_events: u64,
 }
+
+/// A group below a run's, with what its process has started since.
+pub(crate) const FENCE: &str = "fence-";
 
 pub(crate) const PEAK_V1: &str = "memory.max_usage_in_bytes";
 
@@ -111,11 +114,76 @@ impl RunCgroup {
             match fs::remove_dir(at) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                    return Err(LaunchError::new(Code::Busy, "a process of the run lives"))
+                    self.remove_fences("");
+                    if fs::remove_dir(at).is_err() {
+                        return Err(LaunchError::new(Code::Busy, "a process of the run lives"));
+                    }
                 }
                 other => other.step("cgroup.rmdir")?,
             }
         }
         Ok(())
+    }
+}
+
+/// Fences. The run's own group gives its children no controllers, so processes may be in it and in them.
+impl RunCgroup {
+    fn at_fence(&self, number: u64) -> PathBuf {
+        self.v2().join(format!("{FENCE}{number}"))
+    }
+
+    fn fences(&self) -> io::Result<Vec<String>> {
+        let mut names = children(&self.v2())?;
+        names.retain(|name| name.starts_with(FENCE));
+        Ok(names)
+    }
+
+    /// Those in which nothing lives, but for one.
+    fn remove_fences(&self, but: &str) {
+        for name in self.fences().unwrap_or_default() {
+            if name != but {
+                // One that is not empty stays: it is removed with the run.
+                let _ = fs::remove_dir(self.v2().join(name));
+            }
+        }
+    }
+
+    /// Makes a fence and moves the run's process into it: all it starts from now on is born there. Waits for the
+    /// kernel's lock over forks.
+    pub fn fence(&self, number: u64, pid: i32) -> Result<()> {
+        let at = self.at_fence(number);
+        make(&at).step("cgroup.fence")?;
+        write(&at.join("cgroup.procs"), &pid.to_string()).step("cgroup.fence")?;
+        self.remove_fences(&format!("{FENCE}{number}"));
+        Ok(())
+    }
+
+    /// Kills what is in a fence, but for the run's process, which is moved out before.
+    pub fn kill_fence(&self, number: u64, pid: Option<i32>) -> Result<()> {
+        if let Some(pid) = pid {
+            match write(&self.v2().join("cgroup.procs"), &pid.to_string()) {
+                // It has ended by now.
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+                other => other.step("cgroup.fence")?,
+            }
+        }
+        kill_tree(&self.at_fence(number))
+    }
+
+    /// The newest there is; 0: none.
+    pub fn newest_fence(&self) -> u64 {
+        let names = self.fences().unwrap_or_default().into_iter();
+        let number = |name: String| name.strip_prefix(FENCE)?.parse().ok();
+        names.filter_map(number).max().unwrap_or(0)
+    }
+
+    /// Processes in fences.
+    pub fn fenced(&self) -> Result<u64> {
+        let mut count = 0;
+        for name in self.fences().step("cgroup.fence")? {
+            let procs = read(&self.v2().join(name).join("cgroup.procs")).unwrap_or_default();
+            count += procs.lines().count() as u64;
+        }
+        Ok(count)
     }
 }

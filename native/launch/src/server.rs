@@ -266,7 +266,7 @@ impl Server {
                 entering,
                 helper,
             } => {
-                let fds = EnterFds::of(fds).ok_or_else(bad)?;
+                let fds = EnterFds::of(fds, plan.control).ok_or_else(bad)?;
                 let filter = self.filter(&policy.seccomp)?;
                 let entry = Entry {
                     plan: &plan,

@@ -20,8 +20,8 @@ use crate::plan::{LaunchError, RunPlan, RunPolicy, SandboxPlan};
 
 /// Longer bodies travel in a memfd: a packet is bounded by the socket's buffer.
 const INLINE_MAX: usize = 48 << 10;
-/// Descriptors of the largest message (six, a cgroup, three v1 groups), and one for the memfd.
-const FDS_MAX: usize = 11;
+/// Descriptors of the largest message (six, a third output, a cgroup, three v1 groups), and one for the memfd.
+const FDS_MAX: usize = 12;
 /// A body that is longer is not one of ours.
 const BODY_MAX: u64 = 16 << 20;
 
@@ -40,8 +40,8 @@ pub(crate) enum Request {
         upper: String,
         uid_base: u32,
     },
-    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe, the gate, the cgroup to be born in, and
-    /// the files of v1 to join others by, memory first. With a helper standard input is its socket.
+    /// Descriptors: the init's pidfd, stdin, stdout, stderr, the status pipe, the gate, the cgroup to be born in, with
+    /// `control` the third output, and the files of v1 to join others by, memory first. With a helper standard input is its socket.
     Enter {
         plan: Box<RunPlan>,
         policy: RunPolicy,

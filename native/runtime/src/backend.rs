@@ -62,7 +62,7 @@ pub trait Place: Send + Sync {
     fn enter(
         &self,
         plan: &RunPlan,
-        stdio: [BorrowedFd<'_>; 3],
+        stdio: &[BorrowedFd<'_>],
         leaf: &dyn Leaf,
         init: BorrowedFd<'_>,
     ) -> Result<Entered>;
@@ -93,7 +93,7 @@ pub trait Place: Send + Sync {
     fn release(&self, network: Option<OwnedFd>, deadline: Duration) -> Result<()>;
 }
 
-/// The cgroup of a run. Nothing here waits: the event loop calls all of it.
+/// The cgroup of a run. Nothing here waits, but for the fences: the event loop calls all of it.
 pub trait Leaf: Send + Sync {
     fn kill(&self) -> Result<()>;
     fn count(&self) -> Result<u64>;
@@ -105,6 +105,10 @@ pub trait Leaf: Send + Sync {
     /// Makes it ready for another run, if it can be. Only when it is empty.
     fn renew(&self, used: &RunUsage) -> bool;
     fn remove(&self) -> Result<()>;
+    /// Makes a fence and moves the run's process into it. May wait.
+    fn fence(&self, number: u64, process: BorrowedFd<'_>, pid: i32) -> Result<()>;
+    /// Kills what is in the newest fence, but for the run's process. May wait.
+    fn kill_fence(&self, number: u64, process: Option<(BorrowedFd<'_>, i32)>) -> Result<()>;
     /// For the implementation to find its own type again.
     fn as_any(&self) -> &dyn std::any::Any;
 }

@@ -15,6 +15,8 @@ pub const NAMES: &[&str] = &[
     "run.segment",
     "run.spliced",
     "run.stdin",
+    "run.fence",
+    "run.fenced",
     "run.ended",
     "run.put_outcome",
     "run.reaped",

@@ -3,8 +3,8 @@
 use dsec_launch::plan::Code;
 use dsec_launch::processes::Process;
 use dsec_launch::{LaunchError, RunPlan, SandboxPlan};
-use serde::de::{DeserializeOwned, IgnoredAny};
-use serde::{Deserialize, Serialize};
+use serde::de::{DeserializeOwned, Error, IgnoredAny};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_bytes::ByteBuf;
 
 use crate::record::Exit;
@@ -81,12 +81,21 @@ pub struct Follow {
     pub stream: bool,
     #[serde(default)]
     pub window: u64,
-    #[serde(default)]
-    pub offsets: [u64; 2],
+    #[serde(default, deserialize_with = "offsets")]
+    pub offsets: [u64; 3],
     /// Never hold the program back: what is not kept any more is skipped.
     #[serde(default)]
     pub lossy: bool,
 }
+fn offsets<'de, D: Deserializer<'de>>(from: D) -> Result<[u64; 3], D::Error> {
+    let given = Vec::<u64>::deserialize(from)?;
+    let mut all = [0; 3];
+    let places = all.get_mut(..given.len());
+    let places = places.ok_or_else(|| D::Error::custom("at most three offsets"))?;
+    places.copy_from_slice(&given);
+    Ok(all)
+}
+
 #[derive(Debug, Deserialize)]
 pub struct RunArgs {
     pub sandbox: String,
@@ -107,7 +116,7 @@ pub struct StdinArgs {
 pub struct ReadArgs {
     pub sandbox: String,
     pub run: String,
-    /// 1 or 2.
+    /// 1 or 2, or 3 for the third output.
     pub s: u8,
     #[serde(default)]
     pub offset: u64,
@@ -135,6 +144,28 @@ pub struct Fed {
     pub size: u64,
     pub closed: bool,
 }
+/// A run as it is now.
+#[derive(Debug, Serialize)]
+pub struct RunStatus {
+    pub state: &'static str,
+    pub pid: Option<i32>,
+    pub usage: StatusUsage,
+    pub limits_hit: Vec<String>,
+    pub totals: [u64; 3],
+    pub input: Fed,
+    /// The newest; 0: none.
+    pub fence: u64,
+}
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct StatusUsage {
+    pub user_us: u64,
+    pub system_us: u64,
+    pub memory_peak_bytes: u64,
+}
+#[derive(Debug, Serialize)]
+pub struct Fence {
+    pub fence: u64,
+}
 #[derive(Debug, Deserialize)]
 pub struct SandboxArgs {
     pub sandbox: String,
@@ -152,6 +183,9 @@ pub struct KillArgs {
     pub signal: i32,
     #[serde(default = "killed")]
     pub cause: Cause,
+    /// Only what is in this fence.
+    #[serde(default)]
+    pub fence: Option<u64>,
 }
 #[derive(Debug, Deserialize)]
 pub struct FilesArgs {
@@ -475,6 +509,7 @@ mod tests {
             user: "root".into(),
             stdin: ByteBuf::new(),
             stdin_open: false,
+            control: false,
             timeout_ms: 0,
             head_bytes: 0,
             tail_bytes: 0,

@@ -15,6 +15,8 @@ use dsec_launch::processes::Process;
 use dsec_launch::upper::Upper;
 use dsec_launch::{Config, LaunchError, Probe, Result, RunPlan, RunPolicy, SandboxPlan, Usage};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+
 use crate::args::Options;
 use crate::backend::{Backend, Leaf, Made, Place};
 use crate::record::Record;
@@ -54,6 +56,9 @@ struct RealLeaf {
     cgroup: RunCgroup,
     killed: AtomicBool,
     files: Arc<Slot>,
+    /// The newest fence; locked while one is made or killed, which may take some time.
+    fence: Mutex<u64>,
+    fenced: AtomicBool,
 }
 
 /// The open files of a leaf, while it is one of the last that opened theirs.
@@ -66,6 +71,8 @@ impl RealLeaf {
             cgroup,
             killed: AtomicBool::new(false),
             files: Arc::default(),
+            fence: Mutex::new(0),
+            fenced: AtomicBool::new(false),
         }
     }
 
@@ -231,6 +238,21 @@ impl Real {
     }
 }
 
+/// A group is joined by number. One that lives when it is asked has it for as long as it takes to write it: numbers
+/// are given again only after all the others.
+fn lives(process: BorrowedFd<'_>) -> bool {
+    let mut poll = [PollFd::from_borrowed_fd(process, PollFlags::IN)];
+    matches!(
+        rustix::event::poll(&mut poll, Some(&Timespec::default())),
+        Ok(0)
+    )
+}
+
+fn old_fence(newest: u64) -> LaunchError {
+    LaunchError::new(Code::Conflict, "only the newest fence can be killed")
+        .with("fence", i64::try_from(newest).unwrap_or(i64::MAX))
+}
+
 fn own(leaf: &dyn Leaf) -> Result<&RealLeaf> {
     let own = leaf.as_any().downcast_ref();
     own.ok_or_else(|| LaunchError::new(Code::Internal, "a leaf of another backend"))
@@ -256,8 +278,11 @@ impl Place for RealPlace {
     }
 
     fn find_leaf(&self, leaf: &str) -> Option<Arc<dyn Leaf>> {
-        let leaf = self.cgroup.find_run(leaf).ok()?;
-        Some(Arc::new(RealLeaf::new(&self.shared, leaf)))
+        let leaf = RealLeaf::new(&self.shared, self.cgroup.find_run(leaf).ok()?);
+        let newest = leaf.cgroup.newest_fence();
+        *locked(&leaf.fence) = newest;
+        leaf.fenced.store(newest > 0, Ordering::Relaxed);
+        Some(Arc::new(leaf))
     }
 
     fn leaves(&self) -> Result<Vec<String>> {
@@ -279,7 +304,7 @@ impl Place for RealPlace {
     fn enter(
         &self,
         plan: &RunPlan,
-        stdio: [BorrowedFd<'_>; 3],
+        stdio: &[BorrowedFd<'_>],
         leaf: &dyn Leaf,
         init: BorrowedFd<'_>,
     ) -> Result<Entered> {
@@ -350,7 +375,9 @@ impl Leaf for RealLeaf {
     }
 
     fn count(&self) -> Result<u64> {
-        self.files()?.count()
+        let own = self.files()?.count()?;
+        let fenced = self.fenced.load(Ordering::Relaxed);
+        Ok(own + if fenced { self.cgroup.fenced()? } else { 0 })
     }
 
     fn events(&self) -> Result<OwnedFd> {
@@ -371,6 +398,28 @@ impl Leaf for RealLeaf {
 
     fn remove(&self) -> Result<()> {
         self.cgroup.remove()
+    }
+
+    fn fence(&self, number: u64, process: BorrowedFd<'_>, pid: i32) -> Result<()> {
+        let mut newest = locked(&self.fence);
+        if number < *newest {
+            return Err(old_fence(*newest));
+        }
+        if !lives(process) {
+            return Err(LaunchError::new(Code::Conflict, "the run has ended"));
+        }
+        *newest = number;
+        self.fenced.store(true, Ordering::Relaxed);
+        self.cgroup.fence(number, pid)
+    }
+
+    fn kill_fence(&self, number: u64, process: Option<(BorrowedFd<'_>, i32)>) -> Result<()> {
+        let newest = locked(&self.fence);
+        if number < *newest {
+            return Err(old_fence(*newest));
+        }
+        let pid = process.filter(|(process, _)| lives(*process));
+        self.cgroup.kill_fence(number, pid.map(|(_, pid)| pid))
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

@@ -10,10 +10,11 @@ import msgspec
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened. `seq` counts from 1 within the sandbox, without gaps; `at` is seconds since the epoch.
 
-    `kind`: `created`; `run.ended` (`step`, `process_id`, `command`); for `spawn`, `session` and `command` (of a session)
-    likewise, and before it `.started`, or `.not_started` (nothing ran, its key is free again); `kill`, `extend`,
-    `labels`, `network`; `node_restarted` (the sandbox was found again); `ended`; `missed` (events before this one are not kept
-    any more: `detail.count`, and `seq` is that of the last of them). What else there is to say is in `detail`.
+    `kind`: `created`; `run.ended` (`step`, `process_id`, `command`); for `spawn`, `session` and `command` (one of a
+    session) likewise, and before it `.started`, or `.not_started` (nothing ran, its key is free again); `kill`,
+    `extend`, `labels`, `network`; `node_restarted` (the sandbox was found again); `ended`; `missed` (events before this
+    one are not kept any more: `detail.count`, and `seq` is that of the last of them). What else there is to say is in
+    `detail`.
     """
 
     seq: int

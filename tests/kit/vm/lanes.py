@@ -27,6 +27,7 @@ INSIDE = {
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
         "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py", "tests/root/test_sdk_events.py",
         "tests/root/runtime/test_input.py", "tests/root/runtime/test_processes.py",
+        "tests/root/runtime/test_control.py", "tests/root/runtime/test_fences.py",
     ),
     "security": ("tests/security/test_container.py", "tests/security/test_file_helper.py"),
 }  # fmt: skip

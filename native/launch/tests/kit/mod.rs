@@ -340,6 +340,7 @@ impl Sandbox<'_> {
             user: "root".to_owned(),
             stdin: ByteBuf::new(),
             stdin_open: false,
+            control: false,
             timeout_ms: 0,
             head_bytes: 0,
             tail_bytes: 0,
@@ -359,7 +360,7 @@ impl Sandbox<'_> {
         };
         let stdio = [null.as_fd(), out_in.as_fd(), err_in.as_fd()];
         let files = RunFiles::open(&cgroup)?;
-        let entered = self.node.launcher().enter(&target, plan, stdio, &files)?;
+        let entered = self.node.launcher().enter(&target, plan, &stdio, &files)?;
         // As in the keeper: a child that failed before its gate has closed it, and what it failed of is read at the end.
         let _ = begin(entered.gate.as_fd());
         Ok(Going {

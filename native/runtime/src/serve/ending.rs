@@ -7,7 +7,7 @@ use dsec_launch::LaunchError;
 use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
 
-use super::run::FreeLeaf;
+use super::run::{self, FreeLeaf};
 use super::sandbox::Phase;
 use super::stream::no_writers;
 use super::{Server, Token};
@@ -170,7 +170,9 @@ impl Server {
 
     /// What is in the pipes by now belongs to the result, what comes later does not.
     fn take_last_output(&mut self, index: u64) {
-        for s in 0..2 {
+        // Asked first: what was said on the others before is in their pipes then.
+        let told = self.waiting_control(index);
+        for s in 0..run::OUTPUTS {
             let Some(run) = self.runs.get(&index) else {
                 return;
             };
@@ -184,6 +186,10 @@ impl Server {
             let closed = no_writers(pipe.as_fd()).unwrap_or(false);
             let mut left = rustix::io::ioctl_fionread(pipe)
                 .map_or(LAST_BYTES, |n| usize::try_from(n).unwrap_or(LAST_BYTES));
+            let mut closed = closed;
+            if s == run::CONTROL && left > told {
+                (left, closed) = (told, false);
+            }
             while left > 0 {
                 match self.take_output(index, s, left) {
                     Ok(0) => break,
@@ -193,6 +199,11 @@ impl Server {
                         warning!("output.last", run = index, error = e);
                         break;
                     }
+                }
+            }
+            if s == run::CONTROL {
+                if let Some(run) = self.runs.get_mut(&index) {
+                    run.set_barrier();
                 }
             }
             // Most end with their pipes: seen now, that saves a message later.
@@ -266,6 +277,7 @@ impl Server {
         let killed = matches!(run.meta.marked, Some((_, 0)));
         // A memory group of its own is what makes it worth keeping; only then is there a peak.
         let wanted = !killed
+            && run.meta.fence == 0
             && used.memory_peak_bytes > 0
             && s.phase == Phase::Running
             && s.free_leaves.len() < MAX_FREE_LEAVES;

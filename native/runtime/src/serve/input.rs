@@ -230,7 +230,7 @@ impl Server {
 
 impl Run {
     /// `known`: what to say of a size that an earlier runtime knew.
-    fn fed_of(&self, known: u64) -> Fed {
+    pub(super) fn fed_of(&self, known: u64) -> Fed {
         Fed {
             size: self.fed.max(known),
             closed: self.feed.is_none(),

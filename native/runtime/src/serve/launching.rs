@@ -27,15 +27,11 @@ const UNDO_WAIT: Timespec = Timespec {
 };
 
 /// The child's ends.
-pub(super) struct Stdio {
-    pub stdin: OwnedFd,
-    pub stdout: OwnedFd,
-    pub stderr: OwnedFd,
-}
+pub(super) struct Stdio(pub Vec<OwnedFd>);
 
 /// Our ends.
 pub(super) struct Pipes {
-    pub out: [Arc<OwnedFd>; 2],
+    pub out: Vec<Arc<OwnedFd>>,
     pub feed: Option<Feed>,
 }
 
@@ -56,7 +52,7 @@ impl TakenLeaf {
 
 /// Our ends of the pipes once more, for the message to the keeper.
 pub(super) struct Copies {
-    out: [Arc<OwnedFd>; 2],
+    out: Vec<Arc<OwnedFd>>,
     feed: Option<Feed>,
 }
 
@@ -132,12 +128,8 @@ impl Launch<'_> {
         meta.base_oom = before.oom_kills;
         meta.base_user_us = before.user_us;
         meta.base_system_us = before.system_us;
-        let fds = [
-            self.stdio.stdin.as_fd(),
-            self.stdio.stdout.as_fd(),
-            self.stdio.stderr.as_fd(),
-        ];
-        let entered = match self.place.enter(self.plan, fds, &*leaf, self.init) {
+        let fds: Vec<_> = self.stdio.0.iter().map(AsFd::as_fd).collect();
+        let entered = match self.place.enter(self.plan, &fds, &*leaf, self.init) {
             Ok(entered) => entered,
             Err(err) => {
                 let _ = leaf.kill();
@@ -171,15 +163,12 @@ impl Launch<'_> {
     /// Our copy of the gate goes with the end of this: a keeper that cannot take the run leaves it shut.
     fn keep(&self, meta: &Meta, process: &Process, gate: OwnedFd) -> Result<(), LaunchError> {
         fail::at("run.cloned")?;
-        let names = [run::PIPES[0], run::PIPES[1], run::STATUS, run::PIDFD];
-        let [out, err] = &self.copies.out;
-        let mut fds = vec![
-            out.as_fd(),
-            err.as_fd(),
-            process.status.as_fd(),
-            process.pidfd.as_fd(),
-        ];
-        let mut add: Vec<String> = names.map(str::to_owned).into();
+        let mut fds = vec![process.status.as_fd(), process.pidfd.as_fd()];
+        let mut add: Vec<String> = [run::STATUS, run::PIDFD].map(str::to_owned).into();
+        for (name, pipe) in run::PIPES.iter().zip(&self.copies.out) {
+            add.push((*name).to_owned());
+            fds.push(pipe.as_fd());
+        }
         if let Some(feed) = &self.copies.feed {
             add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
             fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);

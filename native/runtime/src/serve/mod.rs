@@ -3,6 +3,7 @@
 mod client;
 mod disks;
 mod ending;
+mod fences;
 mod files;
 mod input;
 mod killing;
@@ -92,7 +93,8 @@ impl Token {
             Self::Process(i) => (5, i),
             Self::Status(i) => (6, i),
             Self::Output(i, 0) => (7, i),
-            Self::Output(i, _) => (8, i),
+            Self::Output(i, 1) => (8, i),
+            Self::Output(i, _) => (14, i),
             Self::Input(i) => (9, i),
             Self::Emptied(i) => (10, i),
             Self::Helper(i) => (11, i),
@@ -120,6 +122,7 @@ impl Token {
             11 => Self::Helper(index),
             12 => Self::HelperStatus(index),
             13 => Self::HelperEmptied(index),
+            14 => Self::Output(index, run::CONTROL),
             _ => return None,
         })
     }
@@ -402,6 +405,7 @@ mod tests {
             Token::Status(8),
             Token::Output(9, 0),
             Token::Output(9, 1),
+            Token::Output(9, run::CONTROL),
             Token::Input(3),
             Token::Emptied(2),
             Token::Helper(4),

@@ -91,8 +91,16 @@ impl Server {
             }
             "run.kill" => {
                 let args: KillArgs = proto::args(body)?;
+                if let Some(fence) = args.fence {
+                    return self.kill_fence(client, id, &args, fence);
+                }
                 self.kill_request(&args)?;
                 self.answer(client, id, Ok(Nothing {}));
+            }
+            "run.fence" => self.fence(client, id, &proto::args(body)?)?,
+            "run.status" => {
+                let status = self.run_status(&proto::args(body)?)?;
+                self.answer(client, id, Ok(status));
             }
             "run.list" => {
                 let list = self.run_list(&proto::args(body)?)?;
@@ -275,15 +283,13 @@ impl Server {
     }
 
     fn read_request(&mut self, args: &ReadArgs) -> Result<Kept, LaunchError> {
-        let s = match args.s {
-            1 => 0,
-            2 => 1,
-            _ => return Err(LaunchError::field("s", "1 or 2")),
-        };
         let index = self.run_index(&RunArgs {
             sandbox: args.sandbox.clone(),
             run: args.run.clone(),
         })?;
+        let outputs = self.runs.get(&index).map_or(0, |r| r.meta.outputs());
+        let s = usize::from(args.s).checked_sub(1).filter(|s| *s < outputs);
+        let s = s.ok_or_else(|| LaunchError::field("s", "no such output of this run"))?;
         // Nobody may have looked into its pipes yet.
         self.settle(index);
         let run = self.runs.get(&index).ok_or_else(super::results::gone)?;

@@ -1,6 +1,6 @@
 //! What an earlier runtime, or an earlier keeper, has left: found again, or ended cleanly.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -180,11 +180,11 @@ impl Server {
                 warning!("recover.segment", key = key, error = e);
             }
             if let Some(outcome) = &meta.outcome {
-                stream.total = outcome.totals[s];
+                stream.total = outcome.total(s);
             }
             stream
         };
-        let streams = [stream(0), stream(1)];
+        let streams = std::array::from_fn(&mut stream);
         let kept_others = held.fds.len() as u64;
         let feed = held
             .fds
@@ -194,7 +194,7 @@ impl Server {
         let fed = feed.as_ref().and_then(|f| rustix::fs::fstat(&f.file).ok());
         let fed = fed.map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         let status = held.fds.remove(run::STATUS);
-        let run = Run {
+        let mut run = Run {
             sandbox,
             sandbox_id,
             id,
@@ -207,6 +207,7 @@ impl Server {
             ending: false,
             status,
             streams,
+            barriers: VecDeque::new(),
             feed,
             fed,
             senders: Vec::new(),
@@ -223,6 +224,7 @@ impl Server {
             counted: 0,
             meta,
         };
+        run.set_barrier();
         self.add_run(run, held.ending);
         None
     }

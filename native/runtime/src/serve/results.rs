@@ -37,7 +37,7 @@ impl Server {
             return;
         };
         let mut close: Vec<String> = Vec::new();
-        for s in 0..2 {
+        for s in 0..run.meta.outputs() {
             run.inline_small(s);
             let stream = &mut run.streams[s];
             if stream.pipe.is_none() && std::mem::take(&mut stream.kept_pipe) {
@@ -128,8 +128,8 @@ impl Server {
             }
             let over = run.over();
             if run.readers.is_empty() {
-                for s in 0..2 {
-                    run.streams[s].segment = None;
+                for stream in &mut run.streams {
+                    stream.segment = None;
                 }
             }
             if !over {
@@ -232,21 +232,7 @@ impl Run {
         leftover: u64,
     ) -> Outcome {
         let ooms = used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom));
-        let pids = used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids));
-        let mut limits_hit = Vec::new();
-        if ooms > 0 {
-            limits_hit.push("memory".to_owned());
-        }
-        if pids > 0 {
-            limits_hit.push("pids".to_owned());
-        }
-        let dropped = |s: usize| {
-            let kept = self.meta.head_bytes + self.meta.tail_bytes;
-            self.streams[s].total > kept
-        };
-        if dropped(0) || dropped(1) {
-            limits_hit.push("output".to_owned());
-        }
+        let limits_hit = self.limits_hit(used);
         let usage = ResultUsage {
             user_us: used
                 .map_or(0, since(|u| u.user_us, self.meta.base_user_us))
@@ -265,10 +251,30 @@ impl Run {
             duration_ns: ending.at_ns.saturating_sub(self.meta.started_mono_ns),
             usage,
             leftover,
-            totals: [self.streams[0].total, self.streams[1].total],
+            totals: self.streams[..self.meta.outputs()]
+                .iter()
+                .map(|s| s.total)
+                .collect(),
             gone: false,
-            inline: [None, None],
+            inline: vec![None; self.meta.outputs()],
         }
+    }
+
+    pub(super) fn limits_hit(&self, used: Option<RunUsage>) -> Vec<String> {
+        let ooms = used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom));
+        let pids = used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids));
+        let mut limits_hit = Vec::new();
+        if ooms > 0 {
+            limits_hit.push("memory".to_owned());
+        }
+        if pids > 0 {
+            limits_hit.push("pids".to_owned());
+        }
+        let kept = self.meta.head_bytes + self.meta.tail_bytes;
+        if self.streams[..run::CONTROL].iter().any(|s| s.total > kept) {
+            limits_hit.push("output".to_owned());
+        }
+        limits_hit
     }
 
     /// Small output moves into the outcome, which saves a descriptor here and in the keeper.
@@ -312,6 +318,6 @@ pub(super) fn gone() -> LaunchError {
 }
 
 /// What a counter has grown by.
-fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
+pub(super) fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
     move |used| counter(used).saturating_sub(before)
 }

@@ -10,6 +10,8 @@ use super::Server;
 const MAX_RUNS: usize = 4096;
 /// Descriptors of a run that lives, or whose pipes something still holds; the keeper has no more of it.
 const FDS_PER_RUN: u64 = 8;
+/// And of one with a third output.
+const FDS_OF_CONTROL: u64 = 2;
 /// Descriptors kept free for clients, cgroup files and the like.
 const FD_RESERVE: u64 = 512;
 /// File helpers of one sandbox.
@@ -23,11 +25,15 @@ const SHARE: u64 = 2;
 impl Run {
     fn descriptors(&self) -> u64 {
         if !self.done() || self.streams.iter().any(|s| s.pipe.is_some()) {
-            return FDS_PER_RUN;
+            return fds_of(self.meta.control);
         }
         let segments = self.streams.iter().filter(|s| s.segment.is_some()).count() as u64;
         segments + u64::from(self.emptied.is_some())
     }
+}
+
+fn fds_of(control: bool) -> u64 {
+    FDS_PER_RUN + if control { FDS_OF_CONTROL } else { 0 }
 }
 
 impl Server {
@@ -55,7 +61,8 @@ impl Server {
     }
 
     /// Whether one more run may be started.
-    pub(super) fn check_room(&mut self, sandbox: u64) -> Result<(), LaunchError> {
+    pub(super) fn check_room(&mut self, sandbox: u64, control: bool) -> Result<(), LaunchError> {
+        let needed = fds_of(control);
         self.drop_old_results(sandbox);
         let (runs, own) = self
             .sandboxes
@@ -67,12 +74,12 @@ impl Server {
         }
         let others = self.fixed_descriptors() + self.descriptors.saturating_sub(own);
         let share = self.nofile.saturating_sub(others) / SHARE;
-        let kept = self.link.held() + FDS_PER_RUN + FD_RESERVE;
-        if kept > self.nofile || others + own + FDS_PER_RUN > self.nofile {
+        let kept = self.link.held() + needed + FD_RESERVE;
+        if kept > self.nofile || others + own + needed > self.nofile {
             let text = "no descriptors left for another run on this node";
             return Err(full(text, "descriptors", self.nofile));
         }
-        if own + FDS_PER_RUN > share {
+        if own + needed > share {
             let text = "the runs of this sandbox, and what their children hold, have its share of the node's descriptors";
             return Err(full(text, "descriptors", share));
         }

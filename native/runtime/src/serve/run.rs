@@ -1,5 +1,6 @@
 //! A run and what of it is in the keeper.
 
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
@@ -13,9 +14,14 @@ use super::input::Sender;
 use crate::backend::Leaf;
 use crate::proto::{Cause, Id, ResultUsage};
 
+/// Standard output, standard error, and what is told beside them.
+pub const OUTPUTS: usize = 3;
+/// The third.
+pub const CONTROL: usize = 2;
+
 /// Names of a run's descriptors in the keeper.
-pub const PIPES: [&str; 2] = ["o1", "o2"];
-pub const SEGMENTS: [&str; 2] = ["s1", "s2"];
+pub const PIPES: [&str; OUTPUTS] = ["o1", "o2", "o3"];
+pub const SEGMENTS: [&str; OUTPUTS] = ["s1", "s2", "s3"];
 pub const STDIN_PIPE: &str = "in";
 pub const STDIN_FILE: &str = "inf";
 pub const STATUS: &str = "st";
@@ -63,11 +69,25 @@ pub struct Meta {
     /// So many of the newest bytes can be read, beside the tail of the result.
     #[serde(default)]
     pub spool_bytes: u64,
+    /// It has a third output.
+    #[serde(default)]
+    pub control: bool,
+    /// The newest fence.
+    #[serde(default)]
+    pub fence: u64,
 }
 
 impl Meta {
     pub fn kept_tail(&self) -> u64 {
         self.tail_bytes.max(self.spool_bytes)
+    }
+
+    pub fn outputs(&self) -> usize {
+        if self.control {
+            OUTPUTS
+        } else {
+            CONTROL
+        }
     }
 }
 
@@ -81,15 +101,33 @@ pub struct Outcome {
     pub duration_ns: u64,
     pub usage: ResultUsage,
     pub leftover: u64,
-    pub totals: [u64; 2],
+    /// As many as it has outputs.
+    pub totals: Vec<u64>,
     /// It was ended by the end of its sandbox: there is no result.
     #[serde(default)]
     pub gone: bool,
     /// Whole output of a stream when it is small; otherwise it is in the segment.
-    pub inline: [Option<ByteBuf>; 2],
+    pub inline: Vec<Option<ByteBuf>>,
 }
 
-/// One of the two outputs.
+impl Outcome {
+    pub fn total(&self, s: usize) -> u64 {
+        self.totals.get(s).copied().unwrap_or(0)
+    }
+
+    pub fn inline(&self, s: usize) -> Option<&ByteBuf> {
+        self.inline.get(s)?.as_ref()
+    }
+}
+
+/// Bytes of the third output up to an offset were said after so many of the other two.
+#[derive(Debug, Clone, Copy)]
+pub struct Barrier {
+    pub end: u64,
+    pub after: [u64; 2],
+}
+
+/// One of the outputs.
 #[derive(Debug, Default)]
 pub struct Stream {
     /// Shared with the launch, which hands a copy to the keeper.
@@ -118,7 +156,7 @@ pub struct Reader {
     pub stream: bool,
     /// Rather misses some than holds the program back.
     pub lossy: bool,
-    pub pos: [u64; 2],
+    pub pos: [u64; OUTPUTS],
     pub credit: u64,
     pub told_started: bool,
 }
@@ -180,7 +218,9 @@ pub struct Run {
     pub exec_done: bool,
     /// Its process has ended, and the disk is being looked at: nothing more is read from its pipes.
     pub ending: bool,
-    pub streams: [Stream; 2],
+    pub streams: [Stream; OUTPUTS],
+    /// Oldest first; the front ones may stand for what came before them too.
+    pub barriers: VecDeque<Barrier>,
     pub feed: Option<Feed>,
     /// Standard input received so far.
     pub fed: u64,

@@ -1,6 +1,7 @@
 //! Launching: a mark on disk before it, everything of the run in the keeper right after the clone, and
 //! only then the program begins.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,10 +56,10 @@ impl Server {
         }
         let sandbox_index = self.sandbox_index(&plan.sandbox)?;
         let place = self.running_place(sandbox_index)?;
-        self.check_room(sandbox_index)?;
+        self.check_room(sandbox_index, plan.control)?;
         let init = self.init_fd(sandbox_index)?;
         let index = self.index();
-        let (stdio, pipes) = make_pipes(&plan.stdin, plan.stdin_open).step("run.pipes")?;
+        let (stdio, pipes) = make_pipes(&plan).step("run.pipes")?;
         let leaf = self.take_leaf(sandbox_index, plan.memory_cgroup);
         let copies = Copies::of(&pipes);
         let run = self.new_run(sandbox_index, &plan, &follow, pipes, leaf.name());
@@ -95,11 +96,7 @@ impl Server {
         pipes: Pipes,
         leaf: &str,
     ) -> Run {
-        let [out, err] = pipes.out;
-        let stream = |pipe| Stream {
-            pipe: Some(pipe),
-            ..Stream::default()
-        };
+        let mut out = pipes.out.into_iter();
         Run {
             sandbox,
             sandbox_id: plan.sandbox.clone(),
@@ -123,6 +120,8 @@ impl Server {
                 forgotten: false,
                 stdin_open: plan.stdin_open,
                 spool_bytes: plan.spool_bytes,
+                control: plan.control,
+                fence: 0,
             },
             leaf: None,
             spent: None,
@@ -132,7 +131,11 @@ impl Server {
             status: None,
             exec_done: false,
             ending: false,
-            streams: [stream(out), stream(err)],
+            streams: std::array::from_fn(|_| Stream {
+                pipe: out.next(),
+                ..Stream::default()
+            }),
+            barriers: VecDeque::new(),
             kept_others: 0,
             feed: pipes.feed,
             fed: plan.stdin.len() as u64,
@@ -240,7 +243,7 @@ impl Server {
             ..done.meta
         };
         for stream in &mut run.streams {
-            stream.kept_pipe = true;
+            stream.kept_pipe = stream.pipe.is_some();
         }
         run.kept_others = 2 + run.feed.as_ref().map_or(0, |_| 2);
         run.leaf = Some(done.leaf);
@@ -406,20 +409,13 @@ pub(super) fn unknown(run: &str) -> LaunchError {
     )
 }
 
-fn make_pipes(stdin: &[u8], open: bool) -> io::Result<(Stdio, Pipes)> {
-    let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC);
-    let (out, stdout) = pipe()?;
-    let (err, stderr) = pipe()?;
-    let (stdin, feed) = make_stdin(stdin, open)?;
-    Ok((
-        Stdio {
-            stdin,
-            stdout,
-            stderr,
-        },
-        Pipes {
-            out: [Arc::new(out), Arc::new(err)],
-            feed,
-        },
-    ))
+fn make_pipes(plan: &RunPlan) -> io::Result<(Stdio, Pipes)> {
+    let (stdin, feed) = make_stdin(&plan.stdin, plan.stdin_open)?;
+    let (mut theirs, mut out) = (vec![stdin], Vec::new());
+    for _ in 0..run::CONTROL + usize::from(plan.control) {
+        let (ours, their) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        out.push(Arc::new(ours));
+        theirs.push(their);
+    }
+    Ok((Stdio(theirs), Pipes { out, feed }))
 }

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, OFlags};
 
 use super::client::OUT_SOFT;
-use super::run::{self, Run, Stream};
+use super::run::{self, Barrier, Run, Stream};
 use super::{Server, Timer, Token};
 use crate::kproto::Put;
 use crate::proto::{self, Plain, OUT_CHUNK};
@@ -31,6 +31,8 @@ const REST_BELOW: usize = 32 << 10;
 const REST_NS: u64 = 10_000_000;
 /// Bytes a follower may lag behind before the pipe is left to fill.
 const MAX_LAG: u64 = 256 << 10;
+/// Places in the third output whose order with the others is known each.
+const BARRIERS_MAX: usize = 256;
 
 impl Stream {
     /// Offset of the first byte of the tail that is kept for the result.
@@ -42,7 +44,7 @@ impl Stream {
 impl Server {
     /// Watches the pipes that should be read now, and leaves the others alone.
     pub(super) fn watch_output(&mut self, index: u64) {
-        for s in 0..2 {
+        for s in 0..run::OUTPUTS {
             let Some(run) = self.runs.get_mut(&index) else {
                 return;
             };
@@ -85,7 +87,12 @@ impl Server {
         if run.lags(s) {
             return self.watch_output(index);
         }
-        match self.take_output(index, s, SPLICE_BYTES) {
+        let taken = if s == run::CONTROL {
+            self.take_control(index)
+        } else {
+            self.take_output(index, s, SPLICE_BYTES)
+        };
+        match taken {
             Ok(0) => self.close_pipe(index, s),
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
@@ -103,6 +110,44 @@ impl Server {
             }
         }
         self.pump(index);
+    }
+
+    /// What waits in the third output, after all that was said on the others before it: what is in their pipes when
+    /// it is seen here.
+    fn take_control(&mut self, index: u64) -> io::Result<usize> {
+        let waiting = self.waiting_control(index);
+        if waiting == 0 {
+            // Looks whether it is the end.
+            return self.take_output(index, run::CONTROL, 0);
+        }
+        for s in 0..run::CONTROL {
+            let pipe = self
+                .runs
+                .get(&index)
+                .and_then(|r| r.streams[s].pipe.as_ref());
+            let Some(pipe) = pipe else { continue };
+            let mut left = usize::try_from(rustix::io::ioctl_fionread(pipe)?).unwrap_or(0);
+            while left > 0 {
+                match self.take_output(index, s, left) {
+                    Ok(0) => break,
+                    Ok(n) => left = left.saturating_sub(n),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+        let taken = self.take_output(index, run::CONTROL, waiting);
+        if let Some(run) = self.runs.get_mut(&index) {
+            run.set_barrier();
+        }
+        taken
+    }
+
+    pub(super) fn waiting_control(&self, index: u64) -> usize {
+        let run = self.runs.get(&index);
+        let pipe = run.and_then(|r| r.streams[run::CONTROL].pipe.as_ref());
+        let waiting = pipe.and_then(|pipe| rustix::io::ioctl_fionread(pipe).ok());
+        waiting.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
     }
 
     /// Moves up to `len` bytes into the segment, which is made, and in the keeper, before.
@@ -138,6 +183,11 @@ impl Server {
         let Some(file) = &stream.segment else {
             return Ok(0);
         };
+        if len == 0 {
+            return no_writers(pipe.as_fd())?
+                .then_some(0)
+                .ok_or_else(|| io::ErrorKind::WouldBlock.into());
+        }
         let n = splice_to_file(pipe.as_fd(), file.as_fd(), stream.total, len)?;
         stream.total += n as u64;
         fail::pass("run.spliced");
@@ -248,14 +298,14 @@ impl Server {
             return proto::frame(&event).map_or(Next::Nothing, Next::Frame);
         }
         if run.readers[position].stream {
-            for s in 0..2 {
+            for s in 0..run::OUTPUTS {
                 if let Some(frame) = run.chunk(position, s) {
                     return Next::Frame(frame);
                 }
             }
         }
         let caught_up = !run.readers[position].stream
-            || (0..2).all(|s| run.readers[position].pos[s] >= run.streams[s].total);
+            || (0..run::OUTPUTS).all(|s| run.readers[position].pos[s] >= run.streams[s].total);
         if run.done() && caught_up {
             return Next::Over;
         }
@@ -281,7 +331,7 @@ impl Server {
     pub(super) fn reader_gone(&mut self, index: u64, client: u64) {
         if let Some(run) = self.runs.get_mut(&index) {
             run.readers.retain(|r| r.client != client);
-            for s in 0..2 {
+            for s in 0..run::OUTPUTS {
                 run.give_back(s);
             }
         }
@@ -310,11 +360,37 @@ enum Next {
 impl Run {
     /// Whether a follower is so far behind that the pipe is to fill.
     fn lags(&self, s: usize) -> bool {
-        self.hold
-            || self.ending
-            || self
-                .slowest(s)
-                .is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
+        // The third output is taken with all that was said before it.
+        let others = if s == run::CONTROL { 0..s } else { s..s };
+        self.hold || self.ending || self.behind(s) || others.into_iter().any(|s| self.behind(s))
+    }
+
+    fn behind(&self, s: usize) -> bool {
+        let slowest = self.slowest(s);
+        slowest.is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
+    }
+
+    /// What of the third output was taken by now came after what was taken of the others by now.
+    pub(super) fn set_barrier(&mut self) {
+        let [out, err, control] = [0, 1, 2].map(|s: usize| self.streams[s].total);
+        if self.barriers.back().map_or(0, |b| b.end) == control {
+            return;
+        }
+        if self.barriers.len() == BARRIERS_MAX {
+            // The next one stands for both.
+            self.barriers.pop_front();
+        }
+        self.barriers.push_back(Barrier {
+            end: control,
+            after: [out, err],
+        });
+    }
+
+    /// Up to where a reader who has got so much may have the third output.
+    fn control_end(&self, pos: &[u64; run::OUTPUTS]) -> u64 {
+        let passed = |b: &&Barrier| b.after.iter().zip(pos).all(|(after, pos)| pos >= after);
+        let passed = self.barriers.iter().take_while(passed);
+        passed.last().map_or(0, |b| b.end)
     }
 
     fn slowest(&self, s: usize) -> Option<u64> {
@@ -350,7 +426,10 @@ impl Run {
 
     /// The next `out` event of one stream for one follower, as far as its credit goes.
     fn chunk(&mut self, position: usize, s: usize) -> Option<Vec<u8>> {
-        let (from, end) = self.kept_from(s, self.readers[position].pos[s]);
+        let (from, mut end) = self.kept_from(s, self.readers[position].pos[s]);
+        if s == run::CONTROL {
+            end = end.min(self.control_end(&self.readers[position].pos));
+        }
         let reader = &mut self.readers[position];
         reader.pos[s] = from;
         let len = end
@@ -448,7 +527,7 @@ impl Stream {
 
     /// Bytes at an offset, from the segment or from what is kept with the outcome.
     fn read(&self, s: usize, meta: &run::Meta, from: u64, len: u64) -> Option<Vec<u8>> {
-        let inline = meta.outcome.as_ref().and_then(|o| o.inline[s].as_ref());
+        let inline = meta.outcome.as_ref().and_then(|o| o.inline(s));
         if let Some(data) = inline {
             let end = usize::try_from(from + len).ok()?;
             return data
