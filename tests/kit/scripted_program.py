@@ -103,6 +103,10 @@ class ScriptedProgram:
             if cut:
                 wire.raw(b"10\r\n\0\0\1")
                 wire.drop()
+        if query.get("follow") == "0":
+            wire.item({"program": self._program()})
+            wire.end()
+            return
         if self.result is None:
             wire.hang()
         wire.item({"result": self.result})

@@ -343,6 +343,26 @@ def test_a_spawn_that_is_given_up_leaves_no_program(serve: Serve) -> None:
     assert server.requests[0].key == server.requests[1].key
 
 
+def test_a_spawn_whose_answer_does_not_come_says_how_to_find_it(kit: Kit, serve: Serve) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if request.method == "GET":
+            wire.answer({"id": "p-1", "kind": "spawn", "state": "running"})
+        else:
+            wire.drop()
+
+    server = serve(script)
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url, replace(PATIENT, reconnect_s=0.2, lived_s=1e9))
+        await get(sbx.process("p-1").info())
+        with pytest.raises(dsec.NodeUnreachable) as caught:
+            await get(sbx.spawn("x"))
+        assert caught.value.detail["idempotency_key"] == server.requests[-1].key
+        assert str(server.requests[-1].key) in caught.value.__notes__[0]
+
+    kit.run(body())
+
+
 def test_lists_of_processes(kit: Kit, serve: Serve) -> None:
     answer = {
         "programs": [{"id": "p-1", "kind": "spawn", "state": "running", "command": "sleep 60"}],

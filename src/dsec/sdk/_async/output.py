@@ -9,6 +9,7 @@ from typing import Self
 from dsec.model.errors import NodeUnreachable
 from dsec.model.states import RunResult
 from dsec.sdk import codec
+from dsec.sdk._async.net import sleep
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.programs import OutputItem
@@ -28,6 +29,7 @@ class AsyncFollow:
         program: str,
         offsets: tuple[int, int] = (0, 0),
         *,
+        wait: bool = True,
         lossy: bool = False,
         on_broken: Callable[[bool], object] | None = None,
     ) -> None:
@@ -36,6 +38,7 @@ class AsyncFollow:
         self.result: RunResult | None = None
         self._transport = transport
         self._program = program
+        self._wait = wait
         self._lossy = lossy
         # Told when the connection is lost (True) and when it is there again (False).
         self._on_broken = on_broken
@@ -55,7 +58,10 @@ class AsyncFollow:
             if item.error is not None:
                 self.close()
                 raise item.error.error()
-            if item.result is not None or item.program is not None:
+            if item.program is not None and self._wait and item.program.state != "ended":
+                self._drop()  # the server was through with it too early
+                await sleep(self._transport.timing.backoff_max_s)
+            elif item.result is not None or item.program is not None:
                 await self._end(item)
         raise StopAsyncIteration
 
@@ -104,7 +110,10 @@ class AsyncFollow:
 
     def _path(self) -> str:
         query = codec.query(
-            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], follow=True, lossy=self._lossy
+            stdout_offset=self.offsets[1],
+            stderr_offset=self.offsets[2],
+            follow="1" if self._wait else "0",
+            lossy=self._lossy,
         )
         return f"{self._program}/output{query}"
 
@@ -210,13 +219,18 @@ class AsyncOutput:
 
     async def read(self, offset: int = 0) -> bytes:
         """What is kept now, from an offset on, without waiting for more."""
+        return (await self.located(offset))[1]
+
+    async def located(self, offset: int = 0) -> tuple[int, bytes]:
+        """As `read`, with the offset of the first byte, which is later than asked for where that is not kept."""
         retry = AsyncRetry(self._transport)
         path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:
             try:
                 answer = await self._transport.open("GET", path, accept=codec.OCTETS)
                 try:
-                    return await answer.read()
+                    at = answer.head.headers.get(b"x-dsec-offset", b"")
+                    return int(at) if at.isdigit() else offset, await answer.read()
                 finally:
                     answer.close()
             except Broken as error:

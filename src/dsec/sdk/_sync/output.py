@@ -11,6 +11,7 @@ from typing import Self
 from dsec.model.errors import NodeUnreachable
 from dsec.model.states import RunResult
 from dsec.sdk import codec
+from dsec.sdk._sync.net import sleep
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.programs import OutputItem
@@ -30,6 +31,7 @@ class Follow:
         program: str,
         offsets: tuple[int, int] = (0, 0),
         *,
+        wait: bool = True,
         lossy: bool = False,
         on_broken: Callable[[bool], object] | None = None,
     ) -> None:
@@ -38,6 +40,7 @@ class Follow:
         self.result: RunResult | None = None
         self._transport = transport
         self._program = program
+        self._wait = wait
         self._lossy = lossy
         # Told when the connection is lost (True) and when it is there again (False).
         self._on_broken = on_broken
@@ -57,7 +60,10 @@ class Follow:
             if item.error is not None:
                 self.close()
                 raise item.error.error()
-            if item.result is not None or item.program is not None:
+            if item.program is not None and self._wait and item.program.state != "ended":
+                self._drop()  # the server was through with it too early
+                sleep(self._transport.timing.backoff_max_s)
+            elif item.result is not None or item.program is not None:
                 self._end(item)
         raise StopIteration
 
@@ -106,7 +112,10 @@ class Follow:
 
     def _path(self) -> str:
         query = codec.query(
-            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], follow=True, lossy=self._lossy
+            stdout_offset=self.offsets[1],
+            stderr_offset=self.offsets[2],
+            follow="1" if self._wait else "0",
+            lossy=self._lossy,
         )
         return f"{self._program}/output{query}"
 
@@ -212,13 +221,18 @@ class Output:
 
     def read(self, offset: int = 0) -> bytes:
         """What is kept now, from an offset on, without waiting for more."""
+        return (self.located(offset))[1]
+
+    def located(self, offset: int = 0) -> tuple[int, bytes]:
+        """As `read`, with the offset of the first byte, which is later than asked for where that is not kept."""
         retry = Retry(self._transport)
         path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:
             try:
                 answer = self._transport.open("GET", path, accept=codec.OCTETS)
                 try:
-                    return answer.read()
+                    at = answer.head.headers.get(b"x-dsec-offset", b"")
+                    return int(at) if at.isdigit() else offset, answer.read()
                 finally:
                     answer.close()
             except Broken as error:

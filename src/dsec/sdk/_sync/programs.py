@@ -186,14 +186,16 @@ class Process:
         self,
         offsets: tuple[int, int] = (0, 0),
         *,
+        wait: bool = True,
         lossy: bool = False,
         on_broken: Callable[[bool], object] | None = None,
     ) -> Follow:
         """Both streams as they come, in one iteration of `(stream, data)`; afterwards its `result` is there.
 
+        `wait=False`: only what is kept now. A slow reader holds the program back; with `lossy` it misses bytes instead.
         `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
         """
-        return Follow(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
+        return Follow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
 
     def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""
@@ -255,9 +257,14 @@ def spawn(client: Client, sandbox_id: str, spec: SpawnSpec, key: str | None) -> 
     body = codec.encode(spec)
     try:
         program = _started(client, sandbox_id, body, key)
-    except Exception:
+    except NodeUnreachable as error:
+        if client.transport.met:
+            error.detail["idempotency_key"] = key
+            error.add_note(f"if the call arrived, the program runs; the same spawn with key={key!r} gives its handle")
         raise
-    except BaseException as error:
+    except Exception:  # the server's answer: there is nothing to undo
+        raise
+    except BaseException as error:  # the caller's: KeyboardInterrupt, a cancelled task
         finish(_undo(client, sandbox_id, body, key, error), client.transport.timing.kill_s)
         raise
     return Process(client, sandbox_id, program.id, input_offset=offset)
