@@ -21,8 +21,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "down": ("service", "down", "stop the node agent; sandboxes live on (--stop-all: stop them first)"),
     "run": ("programs", "run", "create a sandbox, run a program in it, stop it"),
     "exec": ("programs", "exec", "run a program in a sandbox"),
+    "shell": ("terminals", "shell", "a shell (or another program) of a sandbox in this terminal"),
+    "attach": ("terminals", "attach", "return to a program that runs in a sandbox"),
+    "logs": ("terminals", "logs", "what a program of a sandbox has written"),
     "cp": ("files", "cp", "copy files and directories into a sandbox or out of one"),
-    "ps": ("sandboxes", "ps", "list sandboxes"),
+    "ps": ("sandboxes", "ps", "list sandboxes, or the processes of one"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "events": ("events", "events", "what happened to a sandbox, and with -f what happens"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
@@ -40,7 +43,7 @@ EXIT_USAGE: Final = 2
 EXIT_PLATFORM: Final = 125
 EXIT_PIPE: Final = 141
 EXIT_INTERRUPTED: Final = 130
-_RUNS_PROGRAMS: Final = ("run", "exec")
+_RUNS_PROGRAMS: Final = ("run", "exec", "shell", "attach")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

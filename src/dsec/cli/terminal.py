@@ -6,10 +6,11 @@ set the window's title, write to the clipboard, or hide what happened.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import BinaryIO, Final
+from typing import Final, Protocol
 
 # C0 and C1 controls, DEL, and what reorders or hides text: bidirectional controls, zero-width characters, BOM.
 _UNSAFE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -56,10 +57,40 @@ class Filter:
         return shown + _RESET if final and self._coloured else shown
 
 
+class Out(Protocol):
+    """What can be written to."""
+
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+
+
+class Unbuffered:
+    """A descriptor that is written to at once. A thread that is stuck in it does not hold a lock of the interpreter's,
+    which could not end then."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: bytes) -> int:
+        """All of it, though the other side may take a little at a time."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._fd)
+
+
 class Sink:
     """Where a program's stream goes: to a file or pipe exactly, to a terminal made safe (unless `raw`)."""
 
-    def __init__(self, out: BinaryIO, *, raw: bool = False) -> None:
+    def __init__(self, out: Out, *, raw: bool = False) -> None:
         self._out = out
         self._filter = None if raw or not out.isatty() else Filter()
 

@@ -194,7 +194,7 @@ def test_notes_for_what_is_easily_meant_otherwise(capsys: pytest.CaptureFixture[
     advise(["true", "--memory-mib", "64"], terminal=False)
     assert "--memory-mib stands after the command" in capsys.readouterr().err
     advise(["python3"], terminal=True)
-    assert "no interactive shell yet" in capsys.readouterr().err
+    assert "`dsec shell NAME python3` gives it this terminal" in capsys.readouterr().err
     advise(["--timeout-s", "3", "sleep", "5"], terminal=False)
     assert "--timeout-s stands after the sandbox" in capsys.readouterr().err
     advise(["cd", "/tmp"], terminal=False)

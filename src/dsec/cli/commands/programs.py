@@ -7,7 +7,7 @@ import re
 import signal
 import stat
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from dsec.cli.commands.common import client, pairs, switches
 from dsec.cli.terminal import Sink, note
 from dsec.model import limits
-from dsec.model.errors import DsecError, InvalidSpec, ProgramNotStarted
+from dsec.model.errors import DsecError, InvalidSpec, NodeUnreachable, ProgramNotStarted
 
 if TYPE_CHECKING:
     import argparse
@@ -28,15 +28,24 @@ if TYPE_CHECKING:
 _PIPED: Final = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
 
 
-def _program_options(parser: argparse.ArgumentParser, required: bool) -> None:
+def add_program(parser: argparse.ArgumentParser, *, required: bool, terminal: bool = False) -> None:
+    """The options of a program that is started in a sandbox that is there."""
+    parser.add_argument("--key", help="name this call: the same again starts nothing and has the same answer")
+    parser.add_argument("sandbox", help="id or name")
+    _program_options(parser, required, streams=not terminal)
+
+
+def _program_options(parser: argparse.ArgumentParser, required: bool, *, streams: bool = True) -> None:
     import argparse
 
     parser.add_argument("--cwd", "-w", metavar="DIR", help="where the program starts")
     parser.add_argument("--env", "-e", action="append", metavar="KEY=VALUE", help="(repeatable)")
     parser.add_argument("--user", "-u", help="name, uid, name:group or uid:gid")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="kill it after that many seconds (exit code 137)")
-    parser.add_argument("--no-stdin", action="store_true", help="give the program nothing to read, even from a pipe")
-    parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
+    if streams:
+        no_stdin = "give the program nothing to read, even from a pipe"
+        parser.add_argument("--no-stdin", action="store_true", help=no_stdin)
+        parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -105,7 +114,8 @@ def advise(words: list[str], *, terminal: bool) -> None:
         note(f"dsec: {words[0]} is taken for the program; a layer is an option of `dsec run`: --base {words[0]}")
     if terminal and len(words) == 1 and words[0].rpartition("/")[2] in INTERACTIVE:
         note(
-            f"dsec: no interactive shell yet: {words[0]} gets an empty input. Give it a command: dsec exec NAME 'ls -l'"
+            f"dsec: {words[0]} gets an empty input; `dsec shell NAME {words[0]}` gives it this terminal (`dsec run "
+            "--keep` or `-d` makes a sandbox for it)"
         )
 
 
@@ -115,12 +125,12 @@ def _terminal() -> bool:
 
 def run_command(args: argparse.Namespace) -> int:
     """Create a sandbox, run a program, stop it. The exit code is the program's."""
-    command = _command(args.command)
+    command = command_of(args.command)
     if command is None and not args.detach:
         raise InvalidSpec("no program: give one to run (or --detach, to only create the sandbox)")
     if command is not None and args.detach:
         raise InvalidSpec("--detach only creates the sandbox, without a program: `dsec exec` runs one in it")
-    _sigterm_ends()
+    sigterm_ends()
     advise(args.command, terminal=_terminal())
     stdin = None if args.detach else _stdin(args)
     with ExitStack() as stack:
@@ -135,7 +145,7 @@ def run_command(args: argparse.Namespace) -> int:
             note(sandbox.id)
         else:
             stack.enter_context(sandbox)
-        return _exit_code(_stream(sandbox, command, stdin, args, env=None))
+        return exit_code(_stream(sandbox, command, stdin, args, env=None))
 
 
 def _not_started(error: InvalidSpec) -> DsecError:
@@ -173,20 +183,51 @@ def _create(made: Client, args: argparse.Namespace) -> Sandbox:
 
 def exec_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec exec`."""
-    parser.add_argument("sandbox", help="id or name")
-    _program_options(parser, required=True)
+    parser.add_argument("-i", "--interactive", action="store_true", help="its input is ours as it comes, to any length")
+    parser.add_argument("-t", "--tty", action="store_true", help="in this terminal, as `dsec shell`")
+    add_program(parser, required=True)
 
 
 def exec_command(args: argparse.Namespace) -> int:
     """Run a program in a sandbox. The exit code is the program's."""
-    command = _command(args.command)
+    command = command_of(args.command)
     if command is None:
         raise InvalidSpec("no program: give one to run")
-    _sigterm_ends()
-    advise(args.command, terminal=_terminal())
+    if args.tty:
+        from dsec.cli.commands.terminals import in_terminal, need_terminal
+
+        need_terminal(args.sandbox)
+        return in_terminal(client(args).get(args.sandbox), command, args)
+    sigterm_ends()
+    advise(args.command, terminal=_terminal() and not args.interactive)
+    if args.interactive:
+        return _talk(client(args).get(args.sandbox), command, args)
     stdin = _stdin(args)
     sandbox = client(args).get(args.sandbox)
-    return _exit_code(_stream(sandbox, command, stdin, args, env=pairs("env", args.env)))
+    return exit_code(_stream(sandbox, command, stdin, args, env=pairs("env", args.env)))
+
+
+def _talk(sandbox: Sandbox, command: Command, args: argparse.Namespace) -> int:
+    from dsec.cli.commands.terminals import streams
+
+    process = sandbox.spawn(
+        command,
+        cwd=args.cwd,
+        env=pairs("env", args.env),
+        user=args.user,
+        stdin=not args.no_stdin,
+        timeout_s=args.timeout_s,
+        key=args.key,
+    )
+    try:
+        return streams(process, None if args.no_stdin else 0, raw=args.raw)
+    except NodeUnreachable as error:
+        error.add_note(f"the program goes on: `dsec attach {args.sandbox} {process.id}` returns to it")
+        raise
+    except BaseException:  # ^C, SIGTERM, whoever read our output has gone: as without -i
+        with suppress(DsecError):
+            process.kill()
+        raise
 
 
 def _stream(
@@ -212,21 +253,23 @@ def _stream(
             stdin=stdin,
             timeout_s=args.timeout_s,
             on_output=take,
+            key=getattr(args, "key", None),
         )
-        return _without_what_was_delivered(result, got)
+        return without_what_was_delivered(result, got)
     finally:
         for sink in sinks.values():
             sink.close()
 
 
-def _without_what_was_delivered(result: RunResult, got: dict[int, int]) -> RunResult:
+def without_what_was_delivered(result: RunResult, got: dict[int, int]) -> RunResult:
     """`output` says that the result does not keep all of it: nothing to tell when every byte came as a stream."""
     if got[1] < result.out.total or got[2] < result.err.total:
         return result
     return replace(result, limits_hit=tuple(limit for limit in result.limits_hit if limit != "output"))
 
 
-def _exit_code(result: RunResult) -> int:
+def exit_code(result: RunResult) -> int:
+    """That of the program; how it was ended and which limits it met are notes."""
     if result.cause != "exited":
         why = {"timeout": ": its time was over", "oom": ": it ran out of memory", "killed": ": it was killed"}
         note(f"dsec: the program was ended by signal {_signal_name(result.signal)}{why.get(result.cause, '')}")
@@ -242,7 +285,8 @@ def _signal_name(number: int | None) -> str:
         return str(number)
 
 
-def _command(words: list[str]) -> Command | None:
+def command_of(words: list[str]) -> Command | None:
+    """One word is for the shell, several are a program and its arguments; None: there are none."""
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         return None
@@ -251,13 +295,7 @@ def _command(words: list[str]) -> Command | None:
 
 def _stdin(args: argparse.Namespace) -> bytes | None:
     """What is piped in; nothing from a terminal or /dev/null."""
-    if args.no_stdin or sys.stdin is None:
-        return None
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # closed
-        return None
-    if not any(is_a(mode) for is_a in _PIPED):
+    if args.no_stdin or not piped():
         return None
     data = sys.stdin.buffer.read(limits.STDIN_MAX_BYTES + 1)
     if len(data) > limits.STDIN_MAX_BYTES:
@@ -265,7 +303,18 @@ def _stdin(args: argparse.Namespace) -> bytes | None:
     return data
 
 
-def _sigterm_ends() -> None:
+def piped() -> bool:
+    """Whether standard input is a pipe, a file or a socket."""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed
+        return False
+    return any(is_a(mode) for is_a in _PIPED)
+
+
+def sigterm_ends() -> None:
     """SIGTERM ends us as ^C does: the program is killed and the sandbox stopped."""
 
     def end(number: int, frame: object) -> NoReturn:

@@ -6,18 +6,20 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from dsec.cli.commands.common import client, pairs
-from dsec.cli.terminal import age, note, show_json, table
+from dsec.cli.terminal import age, note, show_json, size, table
 from dsec.cli.words import said
 from dsec.model import limits
-from dsec.model.errors import DsecError
+from dsec.model.errors import DsecError, InvalidSpec
 
 if TYPE_CHECKING:
     import argparse
 
     from dsec.model.states import SandboxInfo
+    from dsec.sdk.programs import ProcessInfo
     from dsec.sdk.values import States
 
 
+COMMAND_CHARS: Final = 120
 EVENTS_SHOWN: Final = 20
 ENDED: Final = ("stopped", "lost")
 LIMITS: Final = ("cpu", "memory_mib", "disk_mib", "pids", "idle_timeout_s", "lifetime_s")
@@ -26,6 +28,7 @@ TIMES: Final = ("created_at", "started_at", "expires_at", "idle_since", "ended_a
 
 def ps_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec ps`."""
+    parser.add_argument("sandbox", nargs="?", help="the processes of this one (id or name)")
     parser.add_argument("-a", "--all", action="store_true", help="those that ended not long ago, too")
     parser.add_argument("-q", "--quiet", action="store_true", help="ids only")
     parser.add_argument("--state", action="append", help="only in this state (repeatable)")
@@ -35,7 +38,9 @@ def ps_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ps_command(args: argparse.Namespace) -> int:
-    """List sandboxes."""
+    """List sandboxes, or the processes of one."""
+    if args.sandbox is not None:
+        return _processes(args)
     state: States | None = args.state or ("any" if args.all else None)
     found = client(args).list(labels=pairs("label", args.label), job=args.job, state=state)
     infos = [sandbox._info for sandbox in found]
@@ -52,6 +57,36 @@ def ps_command(args: argparse.Namespace) -> int:
         rows = [_row(info, time.time()) for info in shown]
         print(table(head if wide else head[:-1], rows if wide else [row[:-1] for row in rows]))
     return 0
+
+
+def _processes(args: argparse.Namespace) -> int:
+    if args.all or args.state or args.job or args.label:
+        raise InvalidSpec("of one sandbox all processes are listed: only -q and --json go with it")
+    found = client(args).get(args.sandbox).processes()
+    if args.json:
+        show_json({"programs": found.programs, "processes": found.processes, "more": found.more})
+    elif args.quiet:
+        for process in found:
+            print(process.pid)
+    else:
+        head = ("PID", "PPID", "PROGRAM", "UID", "STATE", "CPU", "MEMORY", "AGE", "COMMAND")
+        print(table(head, [_process_row(process) for process in found]))
+    if found.more:
+        note("dsec: there are more; these are the first")
+    return 0
+
+
+def _process_row(process: ProcessInfo) -> tuple[str, ...]:
+    import shlex
+
+    # As `ps` marks what has no command line: a kernel's thread, a zombie, the init.
+    line = shlex.join(process.argv) if process.argv else f"[{process.name}]"
+    command = line if len(line) <= COMMAND_CHARS else line[:COMMAND_CHARS] + "..."
+    program = (process.id or "") if process.main else f"({process.id})" if process.id else ""
+    uid = "" if process.uid is None else str(process.uid)
+    cpu = f"{process.cpu_s:.1f}s"
+    memory = size(process.memory_bytes)
+    return (str(process.pid), str(process.ppid), program, uid, process.status, cpu, memory, age(process.age_s), command)
 
 
 def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
