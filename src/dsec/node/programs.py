@@ -149,8 +149,10 @@ class Programs:
             except NotFound:
                 return InputState(size=offset, closed=True)
             except (TimeoutError, Exhausted):
-                state = (await guest.status(process_id)).input
-                return state or InputState(size=offset, closed=True)
+                with suppress(NotFound):
+                    state = (await guest.status(process_id)).input
+                    return state or InputState(size=offset, closed=True)
+                return InputState(size=offset, closed=True)
 
     def _how(self, box: Box, process_id: str, flight: Flight | None) -> How:
         if flight is not None:

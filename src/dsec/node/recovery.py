@@ -14,6 +14,7 @@ from typing import Final, cast, get_args
 from dsec.backends.base import Exit, Handle
 from dsec.model import failpoint
 from dsec.model.errors import SandboxLost, Unavailable
+from dsec.model.limits import PROGRAMS_KEPT
 from dsec.model.states import EndReason
 from dsec.node import box as boxes
 from dsec.node.admission import Need
@@ -115,6 +116,7 @@ class Recovery:
         box.expires_boot = row.expires_boot
         number, last_boot = core.steps.last(box.id)
         box.next_step = number + 1
+        box.kept.extend(core.steps.kept(box.id, PROGRAMS_KEPT))
         box.idle_boot = max(row.idle_boot or 0.0, last_boot or 0.0)
         box.ready.set_result(None)
         core.add(box)

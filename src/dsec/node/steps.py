@@ -123,6 +123,14 @@ class Steps:
         rows = self._store.read(sql, (scope, subject))
         return Step(*rows[0]) if rows else None
 
+    def kept(self, scope: str, count: int) -> list[str]:
+        """The newest ended programs of a sandbox that were talked to, the oldest of them first."""
+        sql = (
+            "SELECT subject FROM steps WHERE scope = ? AND kind IN ('spawn', 'session') AND state <> 0 "
+            "ORDER BY step DESC LIMIT ?"
+        )
+        return [row[0] for row in reversed(self._store.read(sql, (scope, count)))]
+
     def last(self, scope: str) -> tuple[int, float | None]:
         """The highest step number of a sandbox and when (boot clock) its last call was answered."""
         number, boot = self._store.read("SELECT max(step), max(ended_boot) FROM steps WHERE scope = ?", (scope,))[0]

@@ -170,7 +170,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def heartbeat(self) -> None:
-        """An empty item when nothing was sent for a while. A client that does not read gets none."""
+        """An empty item when nothing was sent for a while. A client that does not read, or reads bytes, gets none."""
+        if self.bare:
+            return
         if not self._sending.locked() and time.monotonic() - self.sent_at >= HEARTBEAT_S / 2:
             await self.item({})
 
