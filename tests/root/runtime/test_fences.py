@@ -125,7 +125,7 @@ def test_what_was_begun_since_dies_and_nothing_before(shared: Node, shell: Shell
     # Again is as good, and kills nothing of what began after.
     assert shell.do("sleep 1007 &") == b"did 0\n"
     shell.kill(second)
-    assert sleeping(shell, 1001, 1002, 1007)
+    until(lambda: sleeping(shell, 1001, 1002, 1007))
     assert shell.status()["fence"] == 2
 
 
@@ -155,7 +155,7 @@ def test_leftovers_of_a_fence_are_counted_and_can_be_killed(shared: Node, shell:
     until(lambda: shell.status()["state"] == "done")
     result = shell.call("run.attach")
     assert (result["exit_code"], result["leftover"]) == (5, 2)
-    assert sleeping(shell, 1001, 1002)
+    until(lambda: sleeping(shell, 1001, 1002))
     shell.kill(number)
     until(lambda: not list(Path("/sys/fs/cgroup").rglob(f"{shared.cgroup}/{shell.box}/payload/run-*")))
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from dsec.model.errors import NodeFull
 from dsec.model.states import RunResult, SandboxInfo
 from dsec.node.agent import Node
-from dsec.node.http import auth, openapi, server, streams
+from dsec.node.http import auth, exchange, openapi, server, streams
 from dsec.node.http.routes import ROUTES
 from tests.kit.aio import until
 from tests.kit.simserver import SimServer
@@ -239,6 +239,20 @@ def test_a_reader_that_does_not_read_holds_the_program_not_the_node(serve):
         (process,) = (await s.call("GET", "/v1/sandboxes/a/processes"))[1]["programs"]
         await s.call("POST", f"/v1/sandboxes/a/processes/{process['id']}/kill")
         writer.close()
+
+    serve(scenario)
+
+
+def test_what_is_read_raw_has_no_byte_that_is_not_the_programs(serve, monkeypatch):
+    for module in (exchange, streams):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+
+    async def scenario(s: SimServer) -> None:
+        await create(s, name="a")
+        program = (await s.call("POST", "/v1/sandboxes/a/processes", {"command": "echo one; sleep 1; echo two"}))[1]
+        async with s.http.get(f"/v1/sandboxes/a/processes/{program['id']}/output?raw=1&follow=1") as answer:
+            assert answer.headers["x-dsec-offset"] == "0"
+            assert await answer.read() == b"one\ntwo\n"
 
     serve(scenario)
 
