@@ -76,12 +76,15 @@ class Recovery:
         info = row.info
         if info.state == "creating":
             await self._undo(row, handle)
-        elif handle is None or rebooted:
+        elif rebooted:
             if handle is not None:
                 await self._end_orphan(handle)
-            await self._gone(row, "reboot" if rebooted else "lost")
+            await self._gone(row, "reboot")
+        elif (known := handle or row.handle) is None:
+            await self._gone(row, "lost")
         else:
-            await self._attach(row, handle)
+            # Also one that is not listed: it ended while the agent was away, and the backend still knows how.
+            await self._attach(row, known)
 
     async def _undo(self, row: Row, handle: Handle | None) -> None:
         """Half-made: nobody was told of it, so nothing of it stays, and its key is free."""
@@ -107,7 +110,6 @@ class Recovery:
         try:
             runtime = await core.backend(handle.backend).attach(handle)
         except SandboxLost as error:
-            # It ended while the agent was away; the backend may still know how.
             known = error.detail.get("reason")
             await self._gone(row, cast(EndReason, known) if known in get_args(EndReason) else "lost")
             return

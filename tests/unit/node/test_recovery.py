@@ -90,6 +90,22 @@ def test_orphans_are_ended_and_ghosts_are_lost(sim):
     sim(scenario)
 
 
+@pytest.mark.parametrize("reason", ["init_died", "oom", "disk_lost"])
+def test_how_it_ended_while_the_agent_was_away_is_told(sim, reason):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        await s.crash()
+        s.world.lose(id_, reason)
+        await s.start()
+        assert ((info := await s.node.get(id_)).state, info.end_reason) == ("lost", reason)
+        with pytest.raises(SandboxLost) as lost:
+            await s.run(id_, ["true"])
+        assert lost.value.end_reason == reason
+        s.check()
+
+    sim(scenario)
+
+
 def test_after_a_reboot_everything_is_lost_and_said_so(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create(name="a")
