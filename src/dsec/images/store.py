@@ -91,10 +91,18 @@ class LayerStore:
         parsed = parse(ref, field)
         row = self._catalog.find(parsed)
         if row is None:
-            raise NotFound(f"no layer {parsed} on this node", detail={"field": field, "ref": str(parsed)})
+            raise self._missing(parsed, field)
         layer = _info(row)
         self.check_file(layer)
         return layer
+
+    def _missing(self, ref: Ref, field: str) -> NotFound:
+        from difflib import get_close_matches  # only for who mistyped
+
+        names = [name for info in self.list() for name in info.names]
+        near = get_close_matches(str(ref), names, n=1)
+        hint = f"did you mean {near[0]}?" if near else self.has()
+        return NotFound(f"no layer {ref} on this node; {hint}", detail={"field": field, "ref": str(ref)})
 
     def state(self) -> object:
         """As long as a thread gets the same, every reference means to it what it meant before."""
@@ -221,7 +229,7 @@ class LayerStore:
         parsed = parse(ref)
         row = self._catalog.find(parsed)
         if row is None:
-            raise NotFound(f"no layer {parsed} on this node", detail={"ref": str(parsed)})
+            raise self._missing(parsed, "layer")
         if parsed.kind != "digest" and self._catalog.count_names(row.digest) > 1:
             self._catalog.unname(parsed)
             return

@@ -12,7 +12,7 @@ import msgspec
 import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
-from dsec.model.errors import InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
+from dsec.model.errors import Conflict, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
 from dsec.model.specs import RunSpec, Spec, check_labels, check_network
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
@@ -38,6 +38,7 @@ SIGNAL_MAX: Final = 64
 _KILL_SEEN_S: Final = 5.0  # less than callers give to a kill
 _LIST_CHUNK: Final = 512
 _STOPS_AT_ONCE: Final = 64
+_HOLDERS_SHOWN: Final = 5
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -400,12 +401,23 @@ class Node:
         async def work() -> tuple[bytes, list[Statement]]:
             # On the loop, not in a thread: no sandbox can begin to use the layer between the check and the removal.
             digest = self.core.layers.resolve(ref).digest
-            self.core.layers.remove(ref, set(self.layers_in_use()))
+            try:
+                self.core.layers.remove(ref, set(self.layers_in_use()))
+            except Conflict as error:
+                raise self._held(error, digest) from error
             await self._unmount(digest)
             return encode({}), []
 
         digest = content_hash("layer.remove", ref)
         await self.core.once(NODE_SCOPE, check_key(key), digest, "layer.remove", work, done=True)
+
+    def _held(self, error: Conflict, digest: str) -> Conflict:
+        boxes_ = self.core.boxes.values()
+        holders = sorted(box.id for box in boxes_ if any(layer.digest == digest for layer in box.info.layers))
+        shown = ", ".join(holders[:_HOLDERS_SHOWN])
+        more = f" and {len(holders) - _HOLDERS_SHOWN} more" if len(holders) > _HOLDERS_SHOWN else ""
+        detail = {**error.detail, "sandboxes": holders[:_HOLDERS_SHOWN]}
+        return Conflict(f"{error.message}: {shown}{more}", detail=detail)
 
     async def _unmount(self, digest: str) -> None:
         """The blocks of a removed layer are free once it is mounted nowhere."""

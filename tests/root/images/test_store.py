@@ -236,6 +236,10 @@ def test_removal(store: LayerStore, tree: Path) -> None:
     with pytest.raises(Conflict, match="used by a sandbox"):
         store.remove("b:1", in_use={layer.digest})
     assert store.resolve("b:1").digest == layer.digest
+    with pytest.raises(NotFound, match="did you mean b:1"):
+        store.resolve("b:11")
+    with pytest.raises(NotFound, match="there is b:1"):
+        store.resolve("quite-another:7")
     store.remove("b:1")
     with pytest.raises(NotFound):
         store.resolve(layer.digest)

@@ -454,8 +454,9 @@ def test_labels_network_and_layers_in_use(sim):
         with pytest.raises(Unsupported) as caught:
             await s.node.set_network(id_, {"pypi": True})
         assert caught.value.detail["mechanism"]
-        with pytest.raises(Conflict):
+        with pytest.raises(Conflict, match=id_) as held:
             await s.node.remove_layer("debian:12")
+        assert held.value.detail["sandboxes"] == [id_]
         await s.restart()
         assert (await s.node.get(id_)).labels == {"b": "2"}
         await s.node.stop(id_)
