@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 import dsec
 from tests.kit.home import Home, standing
+from tests.kit.rtclient import Client
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,62 @@ def test_many_callers_are_served_one_after_the_other(sh: dsec.Session) -> None:
     for caller in callers:
         caller.join(60)
     assert sorted(results) == sorted(f"begin {n}\nend {n}\n" for n in range(16))
+
+
+def test_the_runtime_dies_and_the_commands_go_on(home: Home, sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.7):
+            with contextlib.suppress(OSError), Client(home.place.run_dir / "runtime.sock") as runtime:
+                os.kill(runtime.hello["pid"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    unknown = set()
+    try:
+        for number in range(20):
+            try:
+                result = sh.run(
+                    f"sleep 0.1; echo {number} >> /tmp/log; seq {number}; echo {number} >&2; (exit {number})"
+                )
+            except dsec.Unknown:  # typed, and no wrong answer
+                unknown.add(number)
+                continue
+            assert (result.exit_code, result.cause) == (number, "exited")
+            assert result.stdout.split() == [str(n + 1) for n in range(number)]
+            assert result.stderr == f"{number}\n"
+    finally:
+        over.set()
+        killer.join()
+    ran = list(map(int, out(sh, "cat /tmp/log").split()))
+    assert len(ran) == len(set(ran)), "a command ran twice"
+    assert set(range(20)) - unknown <= set(ran)
+    assert len(unknown) < 10
+
+
+def test_a_timeout_holds_over_a_death_of_the_agent(home: Home, sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    result: list[dsec.RunResult] = []
+    caller = threading.Thread(target=lambda: result.append(sh.run("cat; sleep 1000", stdin=b"given", timeout_s=4)))
+    caller.start()
+    time.sleep(1)
+    os.kill(home.agent(), signal.SIGKILL)
+    home.dsec("up")
+    caller.join(60)
+    assert [(r.cause, r.stdout) for r in result] == [("timeout", "given")]
+    assert out(sh, "ls -A /dev/shm") == ""
+
+
+def test_what_was_answered_before_sets_off_no_trap(sbx: dsec.Sandbox) -> None:
+    with sbx.session(shell="/bin/bash") as sh:
+        assert sh.run("trap 'exit 9' ERR; (exit 3) || false && :").exit_code == 1
+        assert out(sh, "echo $?") == "1\n"
+
+
+def test_an_end_is_found_whatever_is_written_where_it_is_told(sbx: dsec.Sandbox) -> None:
+    with sbx.session() as sh:
+        assert out(sh, "printf '7 7\\nx' > /proc/$$/fd/3; echo on") == "on\n"
+        assert out(sh, "echo next") == "next\n"
 
 
 def test_its_end_ends_all_it_has_begun(sbx: dsec.Sandbox) -> None:

@@ -348,6 +348,8 @@ class Node:
                 if signal is not None:
                     raise InvalidState(f"{process_id} is a command of a session: it can be killed, not signalled")
                 flight.end_early("killed")
+                # Before it is answered: an answer that is kept tells of what is done.
+                await asyncio.wait((flight.done,), timeout=_KILL_SEEN_S)
                 return encode({}), []
             try:
                 await guest.kill(process_id, signal)

@@ -65,6 +65,8 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     usage: Usage
     limits_hit: tuple[str, ...]
+    stdin: str | None = None  # the file with what it reads
+    ends_boot: float | None = None  # when (boot clock) its time is over
 
 
 _decode_given = msgspec.msgpack.Decoder(Given).decode
@@ -289,6 +291,8 @@ class Sessions:
             fence=fence,
             usage=status.usage,
             limits_hit=status.limits_hit,
+            stdin=stdin,
+            ends_boot=None if spec.timeout_s is None else self._core.clock.boot() + spec.timeout_s,
         )
         if stdin is not None:
             await self._put_stdin(box, command, stdin, spec.stdin or b"")
@@ -307,13 +311,10 @@ class Sessions:
         command.launch()
         giving = asyncio.ensure_future(_give(guest, command.session, given.input_at, text))
         try:
-            return await self._finish(box, key, shell, command, given, timeout_s=spec.timeout_s)
+            return await self._finish(box, key, shell, command, given)
         finally:
             giving.cancel()
             await asyncio.gather(giving, return_exceptions=True)
-            if stdin is not None:
-                with suppress(DsecError):
-                    await self._files.remove(box.id, stdin.encode(), recursive=False)
 
     async def _go_on(self, box: Box, key: str, shell: Shell, command: Command, given: Given) -> Answer | None:
         async with shell.turn:
@@ -333,14 +334,15 @@ class Sessions:
                     await guest.kill(command.session)
                 error = Unknown(f"command {command.process_id} was cut short while it was given; its session is over")
                 return await self._core.runs.record(box, key, command, error)
-            return await self._finish(box, key, shell, command, given, timeout_s=None)
+            return await self._finish(box, key, shell, command, given)
 
-    async def _finish(
-        self, box: Box, key: str, shell: Shell, command: Command, given: Given, *, timeout_s: float | None
-    ) -> Answer:
+    async def _finish(self, box: Box, key: str, shell: Shell, command: Command, given: Given) -> Answer:
         guest, loop = box.running_guest(), asyncio.get_running_loop()
         began = self._core.clock.wall()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, command.end_early, "timeout")
+        timer: asyncio.TimerHandle | None = None
+        if given.ends_boot is not None:
+            left = max(0.0, given.ends_boot - self._core.clock.boot())
+            timer = loop.call_later(left, command.end_early, "timeout")
         captures = tuple(Capture(limits.OUTPUT_HEAD_BYTES, limits.OUTPUT_TAIL_BYTES) for _ in range(2))
         border = Border(given.number)
         reading = asyncio.ensure_future(self._read(guest, command, captures, border))
@@ -359,6 +361,9 @@ class Sessions:
             reading.cancel()
             ending.cancel()
             await asyncio.gather(reading, ending, return_exceptions=True)
+            if given.stdin is not None:
+                with suppress(DsecError):
+                    await self._files.remove(box.id, given.stdin.encode(), recursive=False)
         duration_s = loop.time() - start
         status: ProgramStatus | None = None
         if died is None:
@@ -463,11 +468,12 @@ def script(text: bytes, number: int, last: int, stdin: str | None) -> bytes:
 
     `eval` keeps a syntax error to the command; `command` keeps the shell alive where an error of a special built-in
     would end it. No braces: bash 5.2 takes them for words after a text whose quotes were open. The first line gives the
-    command the `$?` of the one before; not under `set -e`, which it would end.
+    command the `$?` of the one before; what stands before `&&` ends no shell and sets off no trap. The answer has a
+    line of its own, whatever else was written there.
     """
-    before = b"case $- in *e*) ;; *) (exit %d) ;; esac\n" % last if last else b""
+    before = b"(exit %d) && :\n" % last if last else b""
     source = quoted((stdin or "/dev/null").encode())
-    return b"%scommand eval %s <%s 3>&-\ncommand printf '%%d %%d\\n' %d \"$?\" >&3\n" % (
+    return b"%s\\command eval %s <%s 3>&-\n\\command printf '\\n%%d %%d\\n' %d \"$?\" >&3\n" % (
         before,
         quoted(text + b"\n"),
         source,

@@ -40,8 +40,8 @@ RUN_LIST = Op("run.list", v.Runs)
 STDIN = Op("run.stdin", v.InputSize)
 READ = Op("run.read", v.Piece)
 RESIZE = Op("run.resize", v.Nothing)
-# Each makes another one, so it is never sent twice by itself.
-FENCE = Op("run.fence", v.Fence, repeat=False)
+# Sent twice it makes two: the newest is the one that counts.
+FENCE = Op("run.fence", v.Fence)
 STATUS = Op("run.status", v.RunStatus)
 PROCESSES = Op("process.list", v.ProcessTable)
 FORGET = Op("run.forget", v.Nothing)

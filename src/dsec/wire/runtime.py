@@ -236,6 +236,9 @@ class RuntimeClient:
     async def _send(self, pending: Pending[Any]) -> None:
         frame = frames.encode(pending.request())
         while (link := self._link) is None or not (link.alive and self._up.is_set()):
+            if link is not None and self._up.is_set():
+                # It is closing, and that is told in a turn of the event loop: nothing below would wait for one.
+                await asyncio.sleep(0)
             await self._ready()
             if pending.future.done():  # too late
                 return

@@ -12,6 +12,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -239,6 +240,18 @@ def test_a_reader_that_does_not_read_holds_the_program_not_the_node(serve):
         (process,) = (await s.call("GET", "/v1/sandboxes/a/processes"))[1]["programs"]
         await s.call("POST", f"/v1/sandboxes/a/processes/{process['id']}/kill")
         writer.close()
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("number", ["1_0", "+1", " 1", "0x1", "9223372036854775808", "1e400", "nan", "\u0661"])
+def test_numbers_are_plain_and_bounded(serve, number):
+    async def scenario(s: SimServer) -> None:
+        await create(s, name="a")
+        program = (await s.call("POST", "/v1/sandboxes/a/processes", {"command": ["cat"]}))[1]
+        path = f"/v1/sandboxes/a/processes/{program['id']}/output?follow=0&stdout_offset={quote(number)}"
+        status, error = await s.call("GET", path)
+        assert (status, error["code"], error["detail"]["field"]) == (400, "invalid_spec", "stdout_offset")
 
     serve(scenario)
 

@@ -415,3 +415,19 @@ def test_errors_are_translated_and_too_big_requests_never_sent(tmp_path: Path) -
         assert not client._pending
 
     play(tmp_path, scenario)
+
+
+def test_a_call_at_a_connection_that_is_closing_waits_for_the_next(tmp_path: Path) -> None:
+    """Between its end and the word of it nothing may be tried over and over: the event loop would never get to it."""
+
+    async def scenario(server: ScriptedRuntime, client: RuntimeClient) -> None:
+        @server.on("sandbox.list")
+        async def _(session: Session, id_: int, args: dict[str, Any]) -> None:
+            session.send(id=id_, ok={"sandboxes": []})
+
+        assert await client.sandboxes() == ()
+        assert client._link is not None
+        client._link.close()
+        assert await client.sandboxes() == ()
+
+    play(tmp_path, scenario)
