@@ -67,7 +67,7 @@ def test_sigterm_leaves_sandboxes_and_runs_alive(real):
         run = asyncio.ensure_future(
             node.call("POST", "/v1/sandboxes/a/run", {"command": "sleep 3; echo done; exit 9"}, "k")
         )
-        while not (await node.call("GET", "/v1/sandboxes/a/processes"))["items"]:  # noqa: ASYNC110 - another process
+        while not (await node.call("GET", "/v1/sandboxes/a/processes"))["programs"]:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)
         assert await node.end() == 0
         await node.start()

@@ -21,6 +21,10 @@ SANDBOX = "sbx-n1-aaaaaaaaaaaaa"
 INFO = {"id": SANDBOX, "node": "n1", "state": "running", "backend": "container", "spec": {}}
 
 
+# As a node sends it: in pieces, each far below the largest frame.
+PIECE_BYTES = 256 << 10
+
+
 class LocalProgram:
     """One program, on a terminal or on pipes."""
 
@@ -96,13 +100,13 @@ class LocalProgram:
         while not wire.closed.is_set():
             with self.changed:
                 self.changed.wait_for(lambda: self.result or any(at[s] < len(self.out[s]) for s in at), 0.1)
-                new = {s: bytes(self.out[s][at[s] :]) for s in at}
-                over = self.result is not None
+                new = {s: bytes(self.out[s][at[s] : at[s] + PIECE_BYTES]) for s in at}
+                over = self.result is not None and all(at[s] + len(new[s]) == len(self.out[s]) for s in at)
             for stream, data in new.items():
                 if data:
                     wire.item({"stream": stream, "offset": at[stream], "data": data})
                     at[stream] += len(data)
-            if query["follow"] == "0" or over:
+            if over or (query["follow"] == "0" and not any(new.values())):
                 wire.item({"result": self.result} if over else {"program": self.value()})
                 wire.end()
                 return

@@ -296,7 +296,8 @@ def test_exec_i_whose_output_nobody_takes_can_be_ended(place: Place) -> None:
         stderr=subprocess.PIPE,
     ) as command:
         assert command.stdout is not None and command.stderr is not None
-        assert os.read(command.stdout.fileno(), 1) == b"\0"
+        first = os.read(command.stdout.fileno(), 1)
+        assert first == b"\0", command.stderr.read()
         program = place.node.programs["p-1"]
         with program.changed:
             assert program.changed.wait_for(lambda: len(program.out[1]) > 1 << 22, 60)
