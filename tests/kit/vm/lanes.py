@@ -25,12 +25,12 @@ INSIDE = {
         "tests/root/runtime/test_lost_disk.py", "tests/root/runtime/test_refusals.py",
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
-        "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py", "tests/root/test_sdk_events.py",
-        "tests/root/runtime/test_input.py", "tests/root/runtime/test_processes.py",
-        "tests/root/runtime/test_control.py", "tests/root/runtime/test_fences.py",
+        "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",
+        "tests/root/runtime/test_fences.py",
     ),
     "security": ("tests/security/test_container.py", "tests/security/test_file_helper.py"),
 }  # fmt: skip
+SLOW = "a guest has no time for it each time; passed on 6.12 by name"
 # The rest, and why. A file of these lanes that stands in neither table fails a unit test.
 LEFT_OUT = {
     "tests/contract/test_fake.py": "no kernel is involved",
@@ -41,6 +41,10 @@ LEFT_OUT = {
     "tests/contract/test_sdk_processes.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_programs.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_node.py": "the SDK over the fake backend",
+    "tests/root/runtime/test_control.py": SLOW,
+    "tests/root/runtime/test_input.py": SLOW,
+    "tests/root/runtime/test_processes.py": SLOW,
+    "tests/root/test_sdk_events.py": SLOW,
     "tests/root/runtime/test_readers.py": "credit and offsets of readers: no kernel changes its answer",
     "tests/root/test_sdk_processes.py": "the SDK and the node; runtime/test_input.py has what a kernel decides",
     "tests/root/test_sdk_sessions.py": "shells and the node; the fences and streams below are runtime/test_fences.py's",
