@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from dsec.backends.base import Backend
 from dsec.linux import proc
 from dsec.model import ids
-from dsec.model.errors import DsecError, InvalidSpec, NodeDiskFull, NotFound, Unknown, Unsupported
+from dsec.model.errors import DsecError, InvalidSpec, NodeDiskFull, NotFound, SandboxLost, Unknown, Unsupported
 from dsec.model.states import SandboxInfo
 from dsec.node.admission import Admission
 from dsec.node.box import SELECT, Box, read_row
@@ -79,6 +80,19 @@ class Core:
         box.idle_boot = self.clock.boot()
         if box.id in self.boxes:
             self.deadlines.watch(box.id, box.idle_deadline())
+
+    @contextmanager
+    def going_on(self, box: Box) -> Iterator[None]:
+        """Something goes on in a sandbox meanwhile: it is not idle. Its end is told as the node knows it."""
+        box.active += 1
+        try:
+            yield
+        except SandboxLost as error:
+            raise box.end_told(error) from error
+        finally:
+            box.active -= 1
+            if not box.active:
+                self.became_idle(box)
 
     def backend(self, name: str) -> Backend:
         """A backend by name. Raises Unsupported."""

@@ -43,16 +43,9 @@ class FileCalls:
             return await box.running_guest().files(user=name, cwd=box.base.cwd)
 
         box.running_guest()
-        box.active += 1
-        try:
+        with self._core.going_on(box):
             async with box.helpers.use(user or box.base.user, open_helper) as helper:
                 yield helper
-        except SandboxLost as error:
-            raise box.end_told(error) from error
-        finally:
-            box.active -= 1
-            if not box.active:
-                self._core.became_idle(box)
 
     async def _read_only(self, ref: str, user: str | None, work: Callable[[Files], Awaitable[T]]) -> T:
         """Once more with another helper when the first was cut short: reading twice is as good as once."""

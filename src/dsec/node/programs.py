@@ -11,7 +11,7 @@ import msgspec
 
 from dsec.backends.base import Guest, Sink
 from dsec.model import limits
-from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound, SandboxLost
+from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound
 from dsec.model.processes import How, InputState, OutputPiece, Process, Program, SpawnSpec, Terminal
 from dsec.node.box import Box
 from dsec.node.core import Core, check_key, check_seconds, value_of
@@ -44,15 +44,8 @@ class Programs:
         """A sandbox in which something goes on meanwhile."""
         box = await self._ready(ref)
         guest = box.running_guest()
-        box.active += 1
-        try:
+        with self._core.going_on(box):
             yield box, guest
-        except SandboxLost as error:
-            raise box.end_told(error) from error
-        finally:
-            box.active -= 1
-            if not box.active:
-                self._core.became_idle(box)
 
     # -- starting and finding -----------------------------------------------------------------------------------------
 
@@ -205,15 +198,8 @@ class Programs:
     async def _follow(
         self, box: Box, guest: Guest, process_id: str, sink: Sink, offsets: tuple[int, int], *, lossy: bool
     ) -> None:
-        box.active += 1  # an open stream is something that goes on
-        try:
+        with self._core.going_on(box):  # an open stream
             await guest.attach(process_id, sink=sink, offsets=offsets, lossy=lossy)
-        except SandboxLost as error:
-            raise box.end_told(error) from error
-        finally:
-            box.active -= 1
-            if not box.active:
-                self._core.became_idle(box)
 
 
 async def launched(found: Flight | Answer) -> Answer | None:

@@ -381,30 +381,15 @@ class Sessions:
         self, guest: Guest, command: Command, captures: tuple[Capture, ...], border: Border
     ) -> RunOutcome | None:
         """Everything up to the border; the shell's own end, if that comes first."""
-        reached = asyncio.Event()
 
         async def sink(stream: int, offset: int, data: bytes) -> None:
-            if reached.is_set():
-                return
-            if stream == 3:
-                if border.feed(offset, data):
-                    reached.set()
-                return
-            capture, base = captures[stream - 1], command.base[stream - 1]
-            capture.skip(offset - base - capture.total)
+            capture = captures[stream - 1]
+            capture.skip(offset - capture.total)
             capture.append(data)
             if command.sink is not None and not command.detached:
-                await command.sink(stream, offset - base, data)
+                await command.sink(stream, offset, data)
 
-        attached = asyncio.ensure_future(guest.attach(command.session, sink=sink, offsets=command.base))
-        over = asyncio.ensure_future(reached.wait())
-        try:
-            await asyncio.wait((attached, over), return_when=asyncio.FIRST_COMPLETED)
-            return None if reached.is_set() else await attached
-        finally:
-            over.cancel()
-            attached.cancel()
-            await asyncio.gather(attached, over, return_exceptions=True)
+        return await _up_to(border, guest, command, sink, (0, 0))
 
     async def _cut(self, guest: Guest, command: Command, fence: int, border: Border) -> None:
         """Once it is to end: kill what it has begun, then, if its shell is busy itself, the shell."""
@@ -422,29 +407,7 @@ class Sessions:
 
     async def _follow(self, box: Box, command: Command, sink: Sink, offsets: tuple[int, int]) -> None:
         await asyncio.wait((command.started, command.done), return_when=asyncio.FIRST_COMPLETED)
-        base, border, reached = command.base, Border(command.number), asyncio.Event()
-
-        async def shifted(stream: int, offset: int, data: bytes) -> None:
-            if reached.is_set():
-                return
-            if stream == 3:
-                if border.feed(offset, data):
-                    reached.set()
-                return
-            await sink(stream, offset - base[stream - 1], data)
-
-        guest = box.running_guest()
-        at = (base[0] + offsets[0], base[1] + offsets[1], base[2])
-        attached = asyncio.ensure_future(guest.attach(command.session, sink=shifted, offsets=at))
-        over = asyncio.ensure_future(reached.wait())
-        try:
-            await asyncio.wait((attached, over), return_when=asyncio.FIRST_COMPLETED)
-            if not reached.is_set():
-                await attached
-        finally:
-            over.cancel()
-            attached.cancel()
-            await asyncio.gather(attached, over, return_exceptions=True)
+        await _up_to(Border(command.number), box.running_guest(), command, sink, offsets)
 
     async def _put_stdin(self, box: Box, command: Command, path: str, data: bytes) -> None:
         async def pieces() -> AsyncIterator[bytes]:
@@ -479,6 +442,32 @@ def script(text: bytes, number: int, last: int, stdin: str | None) -> bytes:
         source,
         number,
     )
+
+
+async def _up_to(
+    border: Border, guest: Guest, command: Command, sink: Sink, offsets: tuple[int, int]
+) -> RunOutcome | None:
+    """Read a command's output, at its own offsets, up to the border; the shell's own end, if that comes first."""
+    base, reached = command.base, asyncio.Event()
+
+    async def own(stream: int, offset: int, data: bytes) -> None:
+        if reached.is_set():
+            return
+        if stream != 3:
+            await sink(stream, offset - base[stream - 1], data)
+        elif border.feed(offset, data):
+            reached.set()
+
+    at = (base[0] + offsets[0], base[1] + offsets[1], base[2])
+    attached = asyncio.ensure_future(guest.attach(command.session, sink=own, offsets=at))
+    over = asyncio.ensure_future(reached.wait())
+    try:
+        await asyncio.wait((attached, over), return_when=asyncio.FIRST_COMPLETED)
+        return None if reached.is_set() else await attached
+    finally:
+        over.cancel()
+        attached.cancel()
+        await asyncio.gather(attached, over, return_exceptions=True)
 
 
 async def _give(guest: Guest, session: str, offset: int, text: bytes) -> None:

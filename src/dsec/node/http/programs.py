@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import Any, Final, Literal
 
 import msgspec
@@ -76,7 +77,7 @@ async def output(node: Node, ex: Exchange, _: None) -> None:
     await OutputStream(node, ex).serve()
 
 
-class Reader:
+class Reader(ABC):
     """A client that reads the output of a program."""
 
     def __init__(self, node: Node, ex: Exchange) -> None:
@@ -105,9 +106,9 @@ class Reader:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    @abstractmethod
     async def sink(self, stream: int, offset: int, data: bytes) -> None:
         """A piece of output."""
-        raise NotImplementedError
 
     async def kept(self, stream: int, offset: int) -> int:
         """All that is kept of a stream from an offset on; where that ends."""
