@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,14 +14,6 @@ import dsec
 from tests.kit.agent import Agent
 
 COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    made = Agent(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made
-    made.stop()
 
 
 def dsec_command(agent: Agent, *words: str) -> str:

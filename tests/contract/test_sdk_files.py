@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,6 @@ import dsec
 from tests.kit.agent import Agent
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    made = Agent(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def sbx(agent: Agent) -> Iterator[dsec.Sandbox]:
-    with dsec.Client(agent.url) as client, client.create(disk_mib=64) as made:
-        yield made
 
 
 def test_what_is_written_is_read(sbx: dsec.Sandbox) -> None:

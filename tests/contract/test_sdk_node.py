@@ -24,14 +24,6 @@ from tests.kit.agent import Agent
 COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 
 
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    made = Agent(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made
-    made.stop()
-
-
 @pytest.fixture
 def client(agent: Agent) -> Iterator[dsec.Client]:
     with dsec.Client(agent.url) as made:

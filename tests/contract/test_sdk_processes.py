@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,18 +19,9 @@ pytestmark = pytest.mark.contract
 COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    made = Agent(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made.url
-    made.stop()
-
-
 @pytest.fixture
-def sbx(url: str) -> Iterator[dsec.Sandbox]:
-    with dsec.Client(url) as client, client.create(disk_mib=64) as made:
-        yield made
+def url(agent: Agent) -> str:
+    return agent.url
 
 
 def command(url: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 import dsec
-from tests.kit.agent import Agent
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    made = Agent(tmp_path_factory.mktemp("node"))
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def sbx(agent: Agent) -> Iterator[dsec.Sandbox]:
-    with dsec.Client(agent.url) as client, client.create(disk_mib=64) as made:
-        yield made
 
 
 def test_input_and_output_as_they_come(sbx: dsec.Sandbox) -> None:
