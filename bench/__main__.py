@@ -13,7 +13,7 @@ from bench import machine, marks, report, scenarios
 from bench.peers.base import Failed
 from bench.session import PEERS, environment, started
 
-MARK_PEERS = ("dsec", "reference", "reference-tmpfs", "docker", "docker-cli")
+MARK_PEERS = ("dsec", "reference", "reference-tmpfs", "docker", "docker-cli", "raw")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -37,6 +37,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--idle-docker", type=int, default=defaults.idle_docker, help="the same for docker, which is slow"
     )
+    parser.add_argument("--stream-mib", type=int, default=defaults.stream_mib, help="of output, to be read at once")
+    parser.add_argument("--echoes", type=int, default=defaults.echoes, help="keys typed")
+    parser.add_argument("--crowd", type=int, default=defaults.crowd, help="runs in flight in one sandbox")
     parser.add_argument("--work", type=Path, default=None, help="where to work: a directory on a real disk, not tmpfs")
     parser.add_argument("--out", type=Path, default=None, help="a directory for bench.json, bench.md, bench.png")
     parser.add_argument("--require-marks", action="store_true", help="return 1 unless every mark is measured and met")
@@ -65,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         many=args.many,
         idle=args.idle,
         idle_docker=args.idle_docker,
+        stream_mib=args.stream_mib,
+        echoes=args.echoes,
+        crowd=args.crowd,
     )
     # Thousands of sandboxes take thousands of descriptors, here and in every process started from here.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -54,6 +54,12 @@ def _meminfo(key: str) -> int:
     raise RuntimeError(f"/proc/meminfo has no {key}")
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and its threads, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def available_bytes() -> int:
     """MemAvailable once things have settled: the median of a few samples."""
     samples = []

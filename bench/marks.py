@@ -39,9 +39,22 @@ def _rate(scenario: str, peer: str = OURS) -> Callable[[Results], Spread | None]
     return measure
 
 
-def _p50_ms(scenario: str) -> Callable[[Results], Spread | None]:
+def _mb_s(peer: str = OURS) -> Callable[[Results], Spread | None]:
     def measure(results: Results) -> Spread | None:
-        samples = results.rounds.get(scenario, {}).get(OURS)
+        samples = results.rounds.get("stream", {}).get(peer)
+        return Spread.of([sample.rate * 2**20 / 1e6 for sample in samples]) if samples else None
+
+    return measure
+
+
+def _crowd_cpu(results: Results) -> Spread | None:
+    many, one = (results.rounds.get(scenario, {}).get(OURS) for scenario in ("crowd", "crowd-1"))
+    return ratios([s.server_ms for s in many], [s.server_ms for s in one]) if many and one else None
+
+
+def _p50_ms(scenario: str, peer: str = OURS) -> Callable[[Results], Spread | None]:
+    def measure(results: Results) -> Spread | None:
+        samples = results.rounds.get(scenario, {}).get(peer)
         return Spread.of([percentile(sample.latencies_us, 0.5) / 1000 for sample in samples]) if samples else None
 
     return measure
@@ -95,6 +108,14 @@ MARKS = (
     ),
     Mark("idle-create", "creation beside thousands", _idle(lambda one: one.create_slowdown), "x slower", "at most", 2),
     Mark("idle-run", "run beside thousands", _idle(lambda one: one.run_slowdown), "x slower", "at most", 2),
+    Mark("stream-rate", "output of one program, through the SDK", _mb_s(), "MB/s", "at least", 300),
+    Mark("echo-p50", "a key to a terminal and back, median", _p50_ms("echo"), "ms", "at most", 3),
+    Mark(
+        "crowd-cpu", "a run among many in one sandbox, its server CPU beside one alone", _crowd_cpu, "x", "at most", 1
+    ),
+    Mark("raw-stream", "the same output through a pipe to `cat`", _mb_s("raw"), "MB/s", "shown"),
+    Mark("raw-stream-cpu", "its server CPU beside that pipe's", _cpu_ratio("stream", "raw"), "x", "shown"),
+    Mark("raw-echo", "the same key without a sandbox", _p50_ms("echo", "raw"), "ms", "shown"),
     Mark(
         "cycle-cpu-dir",
         "and beside the reference with its upper on disk",

@@ -30,6 +30,10 @@ def _spread(values: list[float], digits: int = 2) -> str:
     return f"{spread.median:.{digits}f} [{spread.low:.{digits}f} {spread.high:.{digits}f}]"
 
 
+def _part(samples: list[Sample], name: str) -> list[float]:
+    return [sample.parts[name] * 1000 / max(1, sample.count) for sample in samples]
+
+
 def _row(peer: str, samples: list[Sample]) -> list[str]:
     return [
         peer,
@@ -40,10 +44,21 @@ def _row(peer: str, samples: list[Sample]) -> list[str]:
         _spread([sample.server_ms for sample in samples]),
         _spread([sample.client_ms for sample in samples]),
         _spread([sample.kernel_cpu_s * 1000 / max(1, sample.count) for sample in samples]),
+        " ".join(f"{name} {_spread(_part(samples, name))}" for name in samples[0].parts),
     ]
 
 
-HEAD = ["peer", "jobs", "per second", "p50 ms", "p99 ms", "server ms/op", "client ms/op", "kernel ms/op"]
+HEAD = [
+    "peer",
+    "jobs",
+    "per second",
+    "p50 ms",
+    "p99 ms",
+    "server ms/op",
+    "client ms/op",
+    "kernel ms/op",
+    "of the server",
+]
 
 
 def grid(rows: list[list[str]]) -> str:

@@ -11,7 +11,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("sh", "true", "sleep", "cat")
+PROGRAMS = ("sh", "true", "sleep", "cat", "head", "stty")
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc", "root", "run", "var")
 
 

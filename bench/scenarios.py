@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench import machine
+from bench.flows import FLOWS
 from bench.peers.base import Peer, Sample
+from bench.rounds import interleaved, line
 
 KEPT_FOR_RUNS = 8
 PROBE_CREATES = 50
@@ -27,6 +29,9 @@ class Options:
     idle: int = 3200
     idle_base: int = 100
     idle_docker: int = 50
+    stream_mib: int = 1024
+    echoes: int = 400
+    crowd: int = 64
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,6 @@ class Results:
         self.rounds.setdefault(scenario, {}).setdefault(peer, []).append(sample)
 
 
-def interleaved(peers: Sequence[Peer], rounds: int) -> list[tuple[int, Peer]]:
-    """The order: all peers in each round, rotated by one from round to round."""
-    order = []
-    for number in range(rounds):
-        shift = number % max(1, len(peers))
-        order += [(number, peer) for peer in (*peers[shift:], *peers[:shift])]
-    return order
-
-
 def cycle(peers: Sequence[Peer], options: Options, results: Results, say: Say) -> None:
     """Create + run(true) + stop."""
     able = [peer for peer in peers if "cycle" in peer.ops]
@@ -87,7 +83,7 @@ def cycle(peers: Sequence[Peer], options: Options, results: Results, say: Say) -
     for number, peer in interleaved(able, options.rounds):
         sample = peer.measure("cycle", options.jobs, options.seconds, options.jobs)
         results.add("cycle", peer.name, sample)
-        say(_line(number, "cycle", peer, sample))
+        say(line(number, "cycle", peer.name, sample))
 
 
 def run(peers: Sequence[Peer], options: Options, results: Results, say: Say) -> None:
@@ -101,7 +97,7 @@ def run(peers: Sequence[Peer], options: Options, results: Results, say: Say) -> 
         for scenario, jobs in (("run", 1), ("run-parallel", options.jobs)):
             sample = peer.measure("run", jobs, options.seconds, jobs)
             results.add(scenario, peer.name, sample)
-            say(_line(number, scenario, peer, sample))
+            say(line(number, scenario, peer.name, sample))
     for peer in able:
         if "stop" in peer.ops:
             peer.perform("stop", options.jobs)
@@ -117,7 +113,7 @@ def many(peers: Sequence[Peer], options: Options, results: Results, say: Say) ->
         else:
             sample = peer.measure("create", options.jobs, count, options.jobs)
         results.add("many", peer.name, sample)
-        say(_line(number, "many", peer, sample))
+        say(line(number, "many", peer.name, sample))
         peer.perform("stop", options.jobs)
 
 
@@ -157,16 +153,10 @@ def _idle(peer: Peer, count: int, base: int, options: Options) -> Idle:
     return Idle(alive, base, empty - full, after - full, create_base, create_full, run_base, run_full)
 
 
-def _line(number: int, scenario: str, peer: Peer, sample: Sample) -> str:
-    return (
-        f"  round {number + 1} {scenario:12} {peer.name:16} {sample.rate:8.1f}/s  "
-        f"server {sample.server_ms:7.2f} ms  client {sample.client_ms:6.2f} ms"
-    )
-
-
 ALL: dict[str, Callable[[Sequence[Peer], Options, Results, Say], None]] = {
     "cycle": cycle,
     "run": run,
     "many": many,
     "idle": idle,
+    **FLOWS,
 }

@@ -14,10 +14,11 @@ from bench import cgroups, root
 from bench.peers.base import Env, Peer
 from bench.peers.docker import Docker, DockerCli
 from bench.peers.dsec import Dsec
+from bench.peers.raw import Raw
 from bench.peers.reference import Reference, ReferenceTmpfs
 from bench.peers.tools import Bwrap, Runc
 
-PEERS: tuple[type[Peer], ...] = (Dsec, Reference, ReferenceTmpfs, Docker, DockerCli, Runc, Bwrap)
+PEERS: tuple[type[Peer], ...] = (Dsec, Reference, ReferenceTmpfs, Docker, DockerCli, Runc, Bwrap, Raw)
 SOURCES = Path(__file__).parent / "ref"
 PROGRAMS = {"reference": ("reference.c", "sandbox.c", "run.c"), "loop": ("loop.c",)}
 CFLAGS = ("-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread")

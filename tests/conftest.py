@@ -18,11 +18,14 @@ NODE_ENV = ("URL", "API_KEY", "RUN_DIR", "STATE_DIR", "CGROUP", "NODE", "LOG", "
 
 
 def pytest_configure() -> None:
-    """A background job of a shell is started with SIGINT ignored, which every program started here would inherit.
+    """A background job of a shell is started with SIGINT and SIGQUIT ignored, one of nohup with SIGHUP, which every
+    program started here would inherit.
 
     SIGTERM (`timeout`, a cancelled job) is answered like ^C: fixtures then remove the nodes they started.
     """
     for name in NODE_ENV:
         os.environ.pop(f"DSEC_{name}", None)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

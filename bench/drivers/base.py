@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 
@@ -30,12 +30,22 @@ class Target(Protocol):
         """Create, run, stop, in the shortest way the peer has."""
 
 
+# What passes so much through one sandbox.
+Flow = Callable[[Any, int], dict[str, Any]]
+
+
 class Driver:
     """Carries out the lines of `bench.drivers` on a target."""
 
-    def __init__(self, target: Target, many: Callable[[int], list[Any]] | None = None) -> None:
-        """`many` is there when the peer can create a number in one call."""
+    def __init__(
+        self,
+        target: Target,
+        many: Callable[[int], list[Any]] | None = None,
+        flows: Mapping[str, Flow] | None = None,
+    ) -> None:
+        """`many` is there when the peer can create a number in one call; `flows` are by their names."""
         self.target = target
+        self.flows = flows or {}
         self.many = many
         self.kept: list[Any] = []
 
@@ -63,6 +73,8 @@ class Driver:
             self.kept.extend(self.many(int(args[0])))
             seconds = time.perf_counter() - begin
             return {"count": int(args[0]), "seconds": seconds, "latencies_us": [seconds * 1e6]}
+        if op in self.flows:
+            return self.flows[op](self.kept[0], int(args[0]))
         raise ValueError(f"no such operation here: {op!r}")
 
     def _timed(self, seconds: float, jobs: int, step: Callable[[Any], None]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import dsec
 from bench.drivers.base import Driver
+from bench.peers.raw import KEY, timed
 
 MEMORY_MIB = 512
 CPU = 1.0
@@ -47,6 +49,28 @@ class SdkTarget:
         if result.exit_code != 0:
             raise RuntimeError(f"true returned {result}")
 
+    def stream(self, sandbox: Any, mib: int) -> dict[str, Any]:
+        """Output of one program, read to its end."""
+        begin = time.perf_counter()
+        program = sandbox.spawn(["head", "-c", str(mib << 20), "/dev/zero"])
+        size = sum(len(data) for data in program.stdout)
+        result = program.wait()
+        seconds = time.perf_counter() - begin
+        if size != mib << 20 or not result.ok:
+            raise RuntimeError(f"{size} bytes of {mib} MiB came, and {result}")
+        return {"count": mib, "seconds": seconds, "latencies_us": [seconds * 1e6]}
+
+    def echo(self, sandbox: Any, count: int) -> dict[str, Any]:
+        """Keys typed to `cat` on a terminal, as a person's program does: over one connection."""
+        program = sandbox.spawn(["sh", "-c", "stty raw -echo && printf . && exec cat"], tty=True)
+        try:
+            with program.attach() as attached:
+                output = iter(attached)
+                next(output)
+                return timed(count, lambda: attached.write(KEY), lambda: next(output)[1])
+        finally:
+            program.kill()
+
     def stop(self, session: None, sandbox: Any) -> None:
         """For good."""
         sandbox.stop()
@@ -60,4 +84,4 @@ class SdkTarget:
 
 if __name__ == "__main__":
     target = SdkTarget(*sys.argv[1:])
-    Driver(target, target.many).serve()
+    Driver(target, target.many, {"stream": target.stream, "echo": target.echo}).serve()

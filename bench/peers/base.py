@@ -41,6 +41,7 @@ class Sample:
     server_cpu_s: float
     client_cpu_s: float
     kernel_cpu_s: float  # all kernel threads of the machine
+    parts: dict[str, float] = field(default_factory=dict)  # of the server's CPU time, single processes
 
     @property
     def rate(self) -> float:
@@ -97,11 +98,18 @@ class Peer:
 
     def measure(self, op: str, jobs: int, *args: float | int) -> Sample:
         """One operation between two readings of the accounting groups."""
+        pids = self.parts()
         before = (self.server.cpu_s(), self.client.cpu_s(), machine.kernel_threads_s())
+        parts = {name: machine.cpu_s(pid) for name, pid in pids.items()}
         done = self.perform(op, *args)
         after = (self.server.cpu_s(), self.client.cpu_s(), machine.kernel_threads_s())
+        parts = {name: machine.cpu_s(pid) - parts[name] for name, pid in pids.items()}
         server, client, kernel = (end - begin for begin, end in zip(before, after, strict=True))
-        return Sample(op, jobs, done["count"], done["seconds"], done["latencies_us"], server, client, kernel)
+        return Sample(op, jobs, done["count"], done["seconds"], done["latencies_us"], server, client, kernel, parts)
+
+    def parts(self) -> dict[str, int]:
+        """Processes of the server whose CPU time is shown beside that of all, by name."""
+        return {}
 
     def close(self) -> None:
         """End all of it, the driver first, so that it can take back what it made."""

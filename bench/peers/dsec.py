@@ -23,7 +23,8 @@ class Dsec(Peer):
     """The node, its keeper, runtime, launchers and sandboxes are server; the SDK is client."""
 
     name = "dsec"
-    ops = ("cycle", "create", "many", "run", "stop")
+    ops = ("cycle", "create", "many", "run", "stop", "stream", "echo")
+    runtime = 0
 
     @classmethod
     def missing(cls, env: Env) -> str | None:
@@ -57,6 +58,11 @@ class Dsec(Peer):
         self.start_driver(self.client, [sys.executable, "-m", "bench.drivers.dsec", url, *names])
 
         self._check_real()
+        # It has begun with the first sandbox.
+        self.runtime = _find(b"serve", str(self.work / "run").encode())
+
+    def parts(self) -> dict[str, int]:
+        return {"agent": self.processes[0].pid, "runtime": self.runtime}
 
     def _check_real(self) -> None:
         """See in the kernel that a sandbox is one: a simulated backend answers all calls, and would meet every mark."""
@@ -85,3 +91,15 @@ class Dsec(Peer):
         status, text = self._call("POST", "/v1/layers:import", {"source": f"dir:{tree}", "name": name, "role": role})
         if status >= 400 or b'"error"' in text:
             raise Failed(f"importing {name}: {status} {text.decode(errors='replace')}")
+
+
+def _find(*words: bytes) -> int:
+    """The process whose command line has all of these words. Failed when there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        if set(words) <= set(line):
+            return int(path.parent.name)
+    raise Failed(f"no process with {words}")

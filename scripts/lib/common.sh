@@ -26,10 +26,14 @@ step() {
   rm -f "$log"
   # Before it: some take minutes, and nobody should have to look for what hangs.
   printf '  %-34s ' "$name" >&2
+  (while sleep 10 && kill -0 $$ 2>/dev/null; do printf . >&2; done) 8>&- &
+  local ticker=$!
   # Not in a condition: there "set -e" would not hold inside the function.
   set +e
   (set -e; exec 8>&-; "$@") >&8 2>&1
   status=$?
+  kill "$ticker" 2>/dev/null
+  wait "$ticker" 2>/dev/null
   set -e
   printf '%7.1f s\n' "$(awk "BEGIN { print ($(now_ms) - $began) / 1000 }")" >&2
   if [ "$status" -ne 0 ]; then
@@ -68,8 +72,14 @@ apt_install() {
   export DEBIAN_FRONTEND=noninteractive
   dpkg --configure -a # an interrupted run may have left packages half installed
   apt-get update
+  # What a package would start (a docker daemon with its bridge and firewall rules) nobody has asked for here.
+  local policy=/usr/sbin/policy-rc.d kept=
+  if [ -e "$policy" ]; then kept=1; else printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; fi
+  local done=0
   # shellcheck disable=SC2086 # a list of package names
-  apt-get install -y --no-install-recommends $missing
+  apt-get install -y --no-install-recommends $missing || done=$?
+  [ -n "$kept" ] || rm -f "$policy"
+  return "$done"
 }
 
 version_at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }

@@ -48,12 +48,13 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from dsec.model.events import Event
-    from dsec.model.files import Entry, FileEvent, TreeReport
+    from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, FileState, TreeReport, Written
     from dsec.model.processes import Program, Terminal
     from dsec.model.specs import Spec
     from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
     from dsec.sdk._async.batch import AsyncBatch
     from dsec.sdk._async.client import AsyncClient, AsyncJob
+    from dsec.sdk._async.diff import AsyncDiff
     from dsec.sdk._async.events import AsyncEvents
     from dsec.sdk._async.files import AsyncFiles, AsyncWatch
     from dsec.sdk._async.programs import AsyncProcess
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from dsec.sdk._async.sessions import AsyncSession
     from dsec.sdk._sync.batch import Batch
     from dsec.sdk._sync.client import Client, Job
+    from dsec.sdk._sync.diff import Diff
     from dsec.sdk._sync.events import Events
     from dsec.sdk._sync.files import Files, Watch
     from dsec.sdk._sync.programs import Process
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncBatch",
     "AsyncClient",
+    "AsyncDiff",
     "AsyncEvents",
     "AsyncFiles",
     "AsyncJob",
@@ -90,16 +93,20 @@ __all__ = [
     "CreateFailed",
     "DeadlineExceeded",
     "Denied",
+    "Diff",
+    "DiffReport",
     "Diverged",
     "DsecError",
     "Entry",
     "Event",
     "Events",
     "Exhausted",
+    "FileChange",
     "FileError",
     "FileEvent",
     "FileExists",
     "FileNotFound",
+    "FileState",
     "Files",
     "InvalidSpec",
     "InvalidState",
@@ -140,12 +147,13 @@ __all__ = [
     "Unsupported",
     "Usage",
     "Watch",
+    "Written",
     "__version__",
 ]
 
 _HOMES = {
     "dsec.model.events": ("Event",),
-    "dsec.model.files": ("Entry", "FileEvent", "TreeReport"),
+    "dsec.model.files": ("DiffReport", "Entry", "FileChange", "FileEvent", "FileState", "TreeReport", "Written"),
     "dsec.model.processes": ("Program", "Terminal"),
     "dsec.model.specs": ("Spec",),
     "dsec.model.states": (
@@ -159,6 +167,7 @@ _HOMES = {
     ),
     "dsec.sdk._async.batch": ("AsyncBatch",),
     "dsec.sdk._async.client": ("AsyncClient", "AsyncJob"),
+    "dsec.sdk._async.diff": ("AsyncDiff",),
     "dsec.sdk._async.events": ("AsyncEvents",),
     "dsec.sdk._async.files": ("AsyncFiles", "AsyncWatch"),
     "dsec.sdk._async.programs": ("AsyncProcess",),
@@ -166,6 +175,7 @@ _HOMES = {
     "dsec.sdk._async.sessions": ("AsyncSession",),
     "dsec.sdk._sync.batch": ("Batch",),
     "dsec.sdk._sync.client": ("Client", "Job"),
+    "dsec.sdk._sync.diff": ("Diff",),
     "dsec.sdk._sync.events": ("Events",),
     "dsec.sdk._sync.files": ("Files", "Watch"),
     "dsec.sdk._sync.programs": ("Process",),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.conformance import Check, applicable, kit, perform
+from dsec.backends.conformance import Check, applicable, ends, kit, lifecycle, output, perform
 from tests.kit import rootfs, runtime
-from tests.kit.lanes import in_guest
+from tests.kit.lanes import fewer, in_guest
 from tests.kit.runtime import ContainerSubject
 
 pytestmark = [pytest.mark.contract, pytest.mark.root]
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.root]
 
 # Nothing is judged by its speed; this only bounds how long a check that hangs is waited for.
 GUEST_PATIENCE_S = 240.0
+# Still more than is kept of a stream.
+GUEST_LARGE = 3_000_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,6 +27,11 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if in_guest():
             patch.setattr(kit, "PATIENCE_S", GUEST_PATIENCE_S)
+            # What is done many times or with much.
+            patch.setattr(ends, "CODES", (*range(0, 256, fewer(100)), 255))
+            patch.setattr(output, "LARGE", GUEST_LARGE)
+            patch.setattr(lifecycle, "CUTS", 8)
+            patch.setattr(lifecycle, "CROWD", 12)
         yield
 
 

@@ -24,6 +24,7 @@ def test_what_is_written_is_read(sbx: dsec.Sandbox) -> None:
         0o600,
         "file",
     )
+    assert entry.atomic
     assert sbx.files.read("/srv/task/data.bin") == b"\0binary\xff"
     assert sbx.files.read("/srv/task/data.bin", offset=1, length=6) == b"binary"
     with pytest.raises(UnicodeDecodeError):
@@ -63,6 +64,57 @@ def test_errors_are_those_of_files(sbx: dsec.Sandbox) -> None:
         sbx.files.read("")
     with pytest.raises(dsec.ProgramNotStarted):
         sbx.files.read("/x", user="nosuchuser")
+
+
+def test_below_a_file_nothing_is_there(sbx: dsec.Sandbox) -> None:
+    sbx.files.write("/f", "1")
+    assert sbx.files.exists("/f")
+    assert not sbx.files.exists("/f/below")
+    assert not sbx.files.exists("/f/")
+    with pytest.raises(dsec.FileError, match="ENAMETOOLONG"):
+        sbx.files.exists("/" + "n" * 256)
+
+
+def test_a_slash_at_the_end_means_a_directory(sbx: dsec.Sandbox) -> None:
+    sbx.files.write("/srv/f", "1")
+    sbx.files.mkdir("/srv/d/")
+    for refused in (
+        lambda: sbx.files.remove("/srv/f/"),
+        lambda: sbx.files.remove("/srv/f/", recursive=True),
+        lambda: sbx.files.read("/srv/f/"),
+        lambda: sbx.files.move("/srv/f/", "/srv/g"),
+        lambda: sbx.files.move("/srv/f", "/srv/g/"),
+        lambda: sbx.files.watch("/srv/f/").__enter__(),
+    ):
+        with pytest.raises(dsec.FileError) as told:
+            refused()
+        assert told.value.detail["errno"] == "ENOTDIR"
+    for path in ("/srv/f/", "/srv/d/", "/srv/new/"):
+        for write in (sbx.files.write, sbx.files.append):
+            with pytest.raises(dsec.IsADirectory):
+                write(path, "2")
+    assert [(entry.name, entry.type) for entry in sbx.files.list("/srv/")] == [("d", "directory"), ("f", "file")]
+    assert sbx.files.read("/srv/f") == b"1"
+    sbx.files.move("/srv/d/", "/srv/e/")
+    sbx.files.remove("/srv/e/")
+
+
+def test_what_holds_everything_stays(sbx: dsec.Sandbox) -> None:
+    sbx.files.write("/srv/a/b", "1")
+    asked = {
+        "EBUSY": (
+            lambda: sbx.files.remove("/", recursive=True),
+            lambda: sbx.files.move("/", "/srv/c"),
+            lambda: sbx.files.move("/srv/a", "/", replace=True),
+        ),
+        "EINVAL": (lambda: sbx.files.move("/srv/a", "/srv/a/c"), lambda: sbx.files.move("/srv", "/srv/a/c")),
+    }
+    for errno, calls in asked.items():
+        for call in calls:
+            with pytest.raises(dsec.FileError) as refused:
+                call()
+            assert refused.value.detail["errno"] == errno
+    assert sbx.files.read_text("/srv/a/b") == "1"
 
 
 def test_directories(sbx: dsec.Sandbox) -> None:
@@ -125,6 +177,17 @@ def test_trees_go_both_ways(sbx: dsec.Sandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.same_everywhere
+def test_a_directory_that_is_uploaded_has_its_own_mode(sbx: dsec.Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top").chmod(0o700)
+    sbx.files.upload(tmp_path / "top", "/srv/new/top")
+    assert sbx.files.stat("/srv/new/top").mode == 0o700
+    assert sbx.files.stat("/srv/new").mode == 0o755
+    sbx.files.mkdir("/srv/there", mode=0o751)
+    sbx.files.upload(tmp_path / "top", "/srv/there")
+    assert sbx.files.stat("/srv/there").mode == 0o751
+
+
 def test_a_progress_that_raises_ends_the_copy(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     def stop(done: int, total: int | None) -> None:
         raise KeyError(done)
@@ -178,3 +241,9 @@ def test_many_threads_write_one_file(sbx: dsec.Sandbox) -> None:
     for thread in threads:
         thread.join()
     assert sbx.files.read("/one") in contents
+
+
+@pytest.mark.same_everywhere
+def test_a_mode_that_is_text_is_refused_by_name(sbx: dsec.Sandbox) -> None:
+    with pytest.raises(dsec.InvalidSpec, match=r"mode='0755'.*0o755"):
+        sbx.files.write("/home/f", "", mode="0755")  # type: ignore[arg-type]  # what is refused

@@ -224,6 +224,29 @@ def test_up_down(tmp_path: Path) -> None:
     assert command(agent, "ps").returncode == 1
 
 
+DIES = """
+import fcntl, os, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+os.write(fd, str(os.getpid()).encode())
+fcntl.flock(fd, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(1)
+"""
+
+
+def test_up_behind_an_agent_that_is_dying(tmp_path: Path) -> None:
+    """One that was killed holds its lock until the kernel is through with it."""
+    agent = Agent(tmp_path)
+    run_dir = Path(agent.env["DSEC_RUN_DIR"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen([sys.executable, "-c", DIES, run_dir / "agent.pid"], stdout=subprocess.PIPE) as dying:
+        assert dying.stdout is not None and dying.stdout.readline() == b"\n"
+        done = command(agent, "up", "--", "--backend", "fake", "--node", "t")
+    assert done.returncode == 0 and b" is up " in done.stdout, done
+    assert command(agent, "ps").returncode == 0
+    assert command(agent, "down", "--stop-all").returncode == 0
+
+
 def test_up_says_why_not(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     done = command(agent, "up", "--", "--listen", "0.0.0.0:1", "--backend", "fake")

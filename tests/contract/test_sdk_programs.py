@@ -1,14 +1,37 @@
-"""Programs that are talked to, by the SDK: over the fake backend here, over containers in the lane root."""
+"""Programs that are talked to, by the blocking SDK, by asyncio and by the dsec command.
+
+Over the fake backend here, over containers in the lane root.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 import dsec
+from tests.kit.agent import Agent
 
 pytestmark = pytest.mark.contract
+COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def url(agent: Agent) -> str:
+    return agent.url
+
+
+def command(url: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*COMMAND, *args], env={**os.environ, "DSEC_URL": url}, input=stdin, capture_output=True, check=False
+    )
 
 
 def test_input_and_output_as_they_come(sbx: dsec.Sandbox) -> None:
@@ -35,6 +58,33 @@ def test_its_output_is_read_after_its_end(sbx: dsec.Sandbox) -> None:
     info = again.info()
     assert (info.state, info.kind, info.result.exit_code if info.result else None) == ("ended", "spawn", 3)
     assert b"".join(again.stdout) == b"out\n"
+
+
+def test_of_much_output_the_newest_is_given_in_one_piece(sbx: dsec.Sandbox) -> None:
+    """The beginning is kept, and the newest; between them there is a gap."""
+    lines = b"".join(b"%d\n" % number for number in range(1, 500_001))
+    program = sbx.spawn(["cat"], spool_bytes=1 << 16)
+    program.stdin.write(lines)
+    program.stdin.close()
+    program.wait()
+    for offset in (0, 100, len(lines) // 2):
+        kept = program.output(offset)
+        assert len(kept) >= 1 << 16 and kept == lines[-len(kept) :]
+    assert program.output(len(lines) - 10) == lines[-10:]
+    both = {offset: data for offset, data in _pieces(program)}
+    assert both[0] == lines[: len(both[0])] and len(both) == 2
+
+
+def _pieces(program: dsec.Process) -> Iterator[tuple[int, bytes]]:
+    """What is kept, by where it begins."""
+    begun: dict[int, bytearray] = {}
+    follow, at, end = program.follow(wait=False), 0, -1
+    for _, data in follow:
+        begins = follow.offsets[1] - len(data)
+        at = at if begins == end else begins
+        begun.setdefault(at, bytearray()).extend(data)
+        end = follow.offsets[1]
+    yield from ((offset, bytes(data)) for offset, data in begun.items())
 
 
 def test_many_read_one_program(sbx: dsec.Sandbox) -> None:
@@ -109,3 +159,93 @@ def test_streams_of_a_sandbox_that_is_stopped_end_with_its_error(sbx: dsec.Sandb
         next(pieces)
     with pytest.raises(dsec.SandboxLost):
         program.wait()
+
+
+def test_asyncio_talks_to_several_at_once(sbx: dsec.Sandbox, url: str) -> None:
+    async def talk(box: dsec.AsyncSandbox, number: int) -> bytes:
+        async with await box.spawn(["cat"]) as process:
+
+            async def write() -> None:
+                async with process.stdin as stdin:
+                    for part in range(50):
+                        await stdin.write(f"{number}.{part}\n")
+
+            writing = asyncio.create_task(write())
+            got = b"".join([data async for data in process.stdout])
+            await writing
+            assert (await process.wait()).ok
+            return got
+
+    async def body() -> list[bytes]:
+        async with dsec.AsyncClient(url) as client:
+            box = await client.get(sbx.id)
+            return await asyncio.gather(*(talk(box, number) for number in range(8)))
+
+    got = asyncio.run(body())
+    assert got == ["".join(f"{number}.{part}\n" for part in range(50)).encode() for number in range(8)]
+
+
+def test_a_reader_that_is_cancelled_goes_on_where_it_was(sbx: dsec.Sandbox, url: str) -> None:
+    async def body() -> None:
+        async with dsec.AsyncClient(url) as client:
+            process = await (await client.get(sbx.id)).spawn(["cat"])
+            reader = process.stdout.follow()
+            await process.stdin.write("one")
+            assert await anext(reader) == b"one"
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(reader), 0.05)
+            await process.stdin.write("two")
+            await process.stdin.close()
+            assert b"".join([data async for data in reader]) == b"two"
+
+    asyncio.run(body())
+
+
+def test_a_handle_goes_to_another_place(sbx: dsec.Sandbox) -> None:
+    first = sbx.spawn(["cat"])
+    first.stdin.write("from the first, ")
+    second = pickle.loads(pickle.dumps(first))
+    second.stdin.write("from the second")
+    second.stdin.close()
+    assert first.wait(60).stdout == "from the first, from the second"
+
+
+def test_a_time_that_is_over_and_a_signal(sbx: dsec.Sandbox) -> None:
+    process = sbx.spawn(["sleep", "1000"])
+    with pytest.raises(dsec.DeadlineExceeded):
+        process.wait(timeout_s=0.1)
+    process.signal(signal.SIGTERM)
+    result = process.wait()
+    assert (result.exit_code, result.signal) == (143, 15)
+    with sbx.spawn(["sleep", "1000"]) as killed:
+        pass
+    assert killed.wait().cause == "killed"
+    assert sbx.spawn(["sleep", "1000"], timeout_s=0.1).wait().cause == "timeout"
+
+
+def test_the_command_streams_lists_and_shows_again(sbx: dsec.Sandbox, url: str) -> None:
+    data = os.urandom(3 << 20)
+    done = command(url, "exec", "-i", sbx.id, "cat", stdin=data)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == data
+    done = command(url, "exec", "-i", sbx.id, "echo out; echo err >&2; exit 3")
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
+    process = sbx.spawn("echo first; cat")
+    assert next(iter(process.stdout)) == b"first\n"
+    listed = command(url, "ps", sbx.id).stdout.decode().splitlines()
+    assert listed[0].split()[:3] == ["PID", "PPID", "PROGRAM"]
+    assert any(process.id in line for line in listed[1:])
+    assert command(url, "logs", sbx.id).stdout == b"first\n"
+    done = command(url, "attach", sbx.id, process.id, stdin=b"second\n")
+    assert (done.returncode, done.stdout) == (0, b"second\n")
+    assert command(url, "logs", "-f", sbx.id, process.id).stdout == b"first\nsecond\n"
+    done = command(url, "logs", sbx.id)
+    assert done.returncode == 1 and b"no spawned program runs" in done.stderr and b"a session's" in done.stderr
+
+
+def test_a_key_of_the_command_starts_one(sbx: dsec.Sandbox, url: str) -> None:
+    line = ("exec", "--key", "mine", sbx.id, "echo $$")
+    first = command(url, *line)
+    assert first.returncode == 0
+    assert command(url, *line).stdout == first.stdout
+    assert command(url, "exec", "--key", "mine", sbx.id, "echo else").returncode == 125

@@ -30,6 +30,12 @@ class Agent:
         return f"unix://{self.run_dir}/api.sock"
 
     @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def env(self) -> dict[str, str]:
         """An environment in which the dsec command finds it."""
         return {**os.environ, "DSEC_RUN_DIR": str(self.run_dir), "DSEC_STATE_DIR": str(self.state_dir), "DSEC_URL": ""}

@@ -47,6 +47,10 @@ class Home:
         assert done.returncode == code, (args, done)
         return done.stderr.decode()
 
+    def dsec_code(self, *args: str) -> int:
+        """The command's exit code, whatever it is."""
+        return subprocess.run([*COMMAND, *args], env=self.env, capture_output=True, check=False).returncode
+
     def agent(self) -> int:
         """The agent's pid."""
         return int((self.place.run_dir / "agent.pid").read_text())
@@ -69,3 +73,10 @@ def standing() -> Iterator[Home]:
         made.dsec("up")
         yield made
         made.dsec("down", "--stop-all", code=None)
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    """A node for the tests of a file; a directory's conftest.py takes it from here."""
+    with standing() as made:
+        yield made

@@ -15,15 +15,39 @@ import dataclasses
 import fnmatch
 import os
 import re
+import sqlite3
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-CGROUPS: Final = Path("/sys/fs/cgroup")
+from tests.kit import groups
+
 NSENTER_TIMEOUT_S: Final = 10
+# In a pinned namespace there is neither a program nor a /proc: of the caller's that is open already the kernel answers
+# for whoever asks.
+ENTER: Final = """
+import ctypes, os, sys
+proc, pinned = map(int, sys.argv[1:])
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.setns(pinned, 0x20000):
+    raise OSError(ctypes.get_errno(), "setns")
+with open(os.open("self/mountinfo", os.O_RDONLY, dir_fd=proc), "rb") as mounts:
+    sys.stdout.buffer.write(mounts.read())
+"""
+# Rows of each table that are something of a living sandbox, or of nobody; others are kept for a while on purpose.
+ROWS: Final = {
+    "sandboxes": "ended_at IS NULL",
+    "steps": "state = 0",
+    "events": "sandbox NOT IN (SELECT id FROM sandboxes)",
+    "meta": "0",
+}
+LISTENING: Final = "00010000"
+# Options of a mount that name directories.
+LAID_OVER: Final = ("lowerdir", "upperdir", "workdir")
 # Files that come and go, or grow, without meaning anything.
 TRANSIENT: Final = ("*-wal", "*-shm", "*.log", "*.sqlite", "*.db")
 
@@ -65,6 +89,8 @@ class Inventory:
                 "descriptors": Counter(_descriptors(ours)),
                 "loop device": Counter(_loops(scope)),
                 "file": Counter(_files(scope)),
+                "row": Counter(_rows(scope)),
+                "unix socket": Counter(_sockets(scope)),
             }
         )
 
@@ -97,40 +123,50 @@ def _mounts(scope: Scope) -> Iterator[str]:
                 seen.add(inode)
                 yield from _of_interest(Path(f"/proc/{pid}/mountinfo").read_text(errors="replace"), scope)
     for pinned in scope.run_dir.glob("ns/*"):
-        if pinned.name == "mnt" and pinned.stat().st_ino not in seen:
-            yield from _of_interest(_pinned_mounts(pinned), scope)
+        # `is_mount` of a Path is for directories only.
+        if pinned.name == "mnt" and os.path.ismount(pinned):
+            # Paths in it do not name us, but all of it is ours.
+            yield from (f"{mount} (pinned)" for mount in _each(_pinned_mounts(pinned)))
 
 
 def _pinned_mounts(pinned: Path) -> str:
     """The mounts of a namespace no process is in."""
-    done = subprocess.run(
-        ["nsenter", f"--mount={pinned}", "cat", "/proc/self/mountinfo"],
-        capture_output=True,
-        timeout=NSENTER_TIMEOUT_S,
-        check=False,
-    )
-    return done.stdout.decode(errors="replace")
+    proc, inside = os.open("/proc", os.O_PATH), os.open(pinned, os.O_RDONLY)
+    try:
+        return subprocess.run(
+            [sys.executable, "-I", "-c", ENTER, str(proc), str(inside)],
+            pass_fds=(proc, inside),
+            stdout=subprocess.PIPE,
+            timeout=NSENTER_TIMEOUT_S,
+            check=True,
+        ).stdout.decode(errors="replace")
+    finally:
+        os.close(proc)
+        os.close(inside)
 
 
 def _of_interest(mountinfo: str, scope: Scope) -> Iterator[str]:
+    return (mount for mount in _each(mountinfo) if scope.names(mount))
+
+
+def _each(mountinfo: str) -> Iterator[str]:
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         root, point = left.split(" ")[3:5]
-        kind, source = right.split(" ")[:2]
+        kind, source, options = right.split(" ")[:3]
         if kind == "nsfs":
             root = root.partition(":")[0]  # the number differs every time
-        if scope.names(f"{root} {point} {right}"):
-            yield f"{kind} {source} {root} on {point}"
+        source = re.sub(r"(/dev/loop)[0-9]+", r"\1N", source)
+        shown = "".join(f" {option}" for option in options.split(",") if option.startswith(LAID_OVER))
+        yield f"{kind} {source} {root} on {point}{shown}"
 
 
 def _cgroups(scope: Scope) -> Iterator[str]:
-    hierarchies = [CGROUPS, *(path for path in CGROUPS.glob("*") if path.is_dir())]
-    for hierarchy in hierarchies:
-        for name in scope.cgroups:
-            for directory, _, _ in os.walk(hierarchy / name):
-                # Groups of ended sandboxes that wait for the next one, and those of launchers, are a bounded number.
-                if "/.spare-" not in directory and "/.launcher-" not in directory:
-                    yield directory
+    for name in scope.cgroups:
+        for group in map(str, groups.below(name)):
+            # Groups of ended sandboxes that wait for the next one, and those of launchers, are a bounded number.
+            if "/.spare-" not in group and "/.launcher-" not in group:
+                yield group
 
 
 def _processes(scope: Scope) -> Iterator[int]:
@@ -205,6 +241,24 @@ def _files(scope: Scope) -> Iterator[str]:
             for name in [*subdirectories, *files]:
                 if not any(fnmatch.fnmatch(name, pattern) for pattern in scope.ignore_files):
                     yield f"{directory}/{name}"
+
+
+def _rows(scope: Scope) -> Iterator[str]:
+    for path in (*scope.state_dir.glob("*.db"), *scope.state_dir.glob("*/*.sqlite")):
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            for (table,) in tables:
+                # The names are those of the database itself.
+                (count,) = database.execute(f'SELECT count(*) FROM "{table}" WHERE {ROWS.get(table, "1")}').fetchone()
+                yield from [f"{table} of {path.name}"] * count
+
+
+def _sockets(scope: Scope) -> Iterator[str]:
+    """Whoever listens, also where the file has gone."""
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[3] == LISTENING and scope.names(fields[7]):
+            yield fields[7]
 
 
 def _pids() -> list[int]:

@@ -5,7 +5,8 @@ into a failure, so that continuous integration cannot pass by skipping. One skip
 a mechanism this kernel was built without; the vm lane runs the same test on kernels that have it.
 
 In a guest (`DSEC_GUEST=1`) tests that are marked `same_everywhere` are left out, and what others do many times they do
-a tenth as often (`fewer`): a guest without hardware acceleration is ten to twenty times slower than its host.
+a tenth as often (`fewer`): a guest without hardware acceleration is ten to twenty times slower than its host. What is
+marked `one_guest` is dealt out among the guests (`DSEC_GUEST_SHARE`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -25,6 +27,9 @@ TESTS: Final = Path(__file__).resolve().parent.parent
 LACKS: Final = "this kernel lacks "
 GUEST_ENV: Final = "DSEC_GUEST"
 SAME_EVERYWHERE: Final = "same_everywhere"
+#: "0/2": the first of two guests, each of which runs its part of what is marked `one_guest`.
+SHARE_ENV: Final = "DSEC_GUEST_SHARE"
+ONE_GUEST: Final = "one_guest"
 
 _Probe = Callable[[], str | None]
 
@@ -61,6 +66,19 @@ def _may_mount() -> bool:
     return bool(int(effective.split()[1], 16) >> 21 & 1)  # CAP_SYS_ADMIN
 
 
+def adapters_python() -> Path | None:
+    """The interpreter that has the frameworks: in $DSEC_ADAPTERS_VENV, or where set-up has put it."""
+    venv = Path(os.environ.get("DSEC_ADAPTERS_VENV") or Path(sys.prefix) / "adapters")
+    python = venv / "bin/python"
+    return python if os.access(python, os.X_OK) else None
+
+
+def _adapters() -> str | None:
+    if (lacks := _root()) is not None:
+        return lacks
+    return None if adapters_python() else "the frameworks are not installed (scripts/setup --for test)"
+
+
 def _vm() -> str | None:
     return None if shutil.which("qemu-system-x86_64") else "no qemu-system-x86_64 (scripts/setup --for test)"
 
@@ -74,6 +92,7 @@ LANES: Final[dict[str, _Probe]] = {
     "root": _root,
     "security": _root,
     "chaos": _root,
+    "adapters": _adapters,
     "perf": _root,
     "vm": _vm,
 }
@@ -107,11 +126,23 @@ def fewer(times: int) -> int:
     return max(2, times // 10) if in_guest() else times
 
 
+def _is_mine(item: pytest.Item) -> bool:
+    """By its name, so that the guests agree about it whatever else each of them runs."""
+    number, _, guests = os.environ.get(SHARE_ENV, "0/1").partition("/")
+    return zlib.crc32(item.nodeid.encode()) % int(guests) == int(number)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    if item.get_closest_marker(SAME_EVERYWHERE):
+        return True
+    return item.get_closest_marker(ONE_GUEST) is not None and not _is_mine(item)
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker(SAME_EVERYWHERE)]
-    if marked:
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if item not in marked]
+    out = [item for item in items if _is_left_out(item)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,8 @@ import fcntl
 import os
 import signal
 import struct
+import subprocess
+import sys
 import termios
 import threading
 import time
@@ -15,8 +17,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from tests.kit.scripted import Request, Wire
+from tests.kit.ptyuser import PtyUser
+from tests.kit.scripted import Request, Server, Wire
 
+COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 SANDBOX = "sbx-n1-aaaaaaaaaaaaa"
 INFO = {"id": SANDBOX, "node": "n1", "state": "running", "backend": "container", "spec": {}}
 
@@ -129,6 +133,10 @@ class LocalProgram:
             closed = True
         wire.answer({"size": self.taken, "closed": closed})
 
+    def attach(self, request: Request, wire: Wire, query: dict[str, str]) -> None:
+        # As behind a proxy that lets no WebSocket through.
+        wire.error("unsupported", "only with an Upgrade", 426, mechanism="WebSocket")
+
     def resize(self, request: Request, wire: Wire, query: dict[str, str]) -> None:
         _set_size(self.input, request.value())
         wire.answer({})
@@ -144,9 +152,14 @@ class LocalProgram:
 
     def signal(self, number: int) -> None:
         """To it and what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.result is None:
-                os.killpg(self.pid, number)
+        if self.result is not None:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            # It has no group of its own yet: it was only just begun.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class PtyNode:
@@ -182,6 +195,27 @@ class PtyNode:
             program.signal(signal.SIGKILL)
             while program.result is None:
                 time.sleep(0.01)
+
+
+class Place:
+    """A node, and the command that knows it."""
+
+    def __init__(self, server: Server, node: PtyNode) -> None:
+        self.server = server
+        self.node = node
+        self.env = {**os.environ, "DSEC_URL": server.url, "TERM": "vt220"}
+
+    def user(self, *args: str) -> PtyUser:
+        """The command in a terminal."""
+        return PtyUser([*COMMAND, *args], self.env)
+
+    def dsec(self, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        """The command between pipes."""
+        return subprocess.run([*COMMAND, *args], env=self.env, input=stdin, capture_output=True, check=False)
+
+    def asked(self, method: str) -> list[str]:
+        """The paths that were asked for so."""
+        return [request.path for request in self.server.requests if request.method == method]
 
 
 def _set_size(fd: int, size: dict[str, int]) -> None:

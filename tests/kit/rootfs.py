@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from dsec.backends.base import LayerMount
+from dsec.images import tools
+from dsec.model.errors import Unsupported
 
 DIRECTORIES: Final = ("bin", "dev", "etc", "home", "proc", "root", "run", "sbin", "sys", "tmp", "usr/bin", "var/tmp")
 PASSWD: Final = (
@@ -20,8 +22,10 @@ GROUP: Final = "root:x:0:\nnogroup:x:65534:\nagent:x:1000:\nextra:x:2000:agent\n
 
 def missing() -> str | None:
     """Why it cannot be made here."""
-    if shutil.which("mkfs.erofs") is None:
-        return "no mkfs.erofs (Debian: erofs-utils)"
+    try:
+        tools.mkfs_erofs()
+    except Unsupported as error:
+        return str(error)
     return None if _busybox() else "no static busybox (Debian: busybox-static)"
 
 
@@ -46,7 +50,7 @@ def busybox_layer(directory: Path) -> LayerMount:
 
 def image(tree: Path, path: Path) -> LayerMount:
     """A directory as a layer."""
-    subprocess.run(["mkfs.erofs", "-x-1", str(path), str(tree)], capture_output=True, check=True)
+    subprocess.run([tools.mkfs_erofs(), "-x-1", str(path), str(tree)], capture_output=True, check=True)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return LayerMount(digest=f"sha256:{digest}", path=str(path))
 

@@ -14,9 +14,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+
+from dsec.images.tools import mkfs_erofs
 
 Frame = dict[str, Any]
 _ENCODE = msgspec.msgpack.Encoder().encode
@@ -81,7 +83,7 @@ class Client:
         self._file.close()
         self.sock.close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -139,7 +141,7 @@ def busybox_image(directory: Path) -> Path:
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\n")
     image = directory / "base.erofs"
-    subprocess.run(["mkfs.erofs", image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run([mkfs_erofs(), image, root], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return image
 
 
@@ -164,7 +166,9 @@ class Node:
         nofile: int | None = None,
         pass_fds: tuple[int, ...] = (),
         state_dir: Path | None = None,
+        before: tuple[str, ...] = (),
     ) -> None:
+        self.before = before  # words of a command that starts the keeper
         self.dir = Path(tempfile.mkdtemp(prefix="runtime-"))
         self.binary = self.dir / "dsec-runtime"
         os.link(_copy_of(binary), self.binary)
@@ -183,7 +187,7 @@ class Node:
 
     def start(self) -> None:
         options = {"--run-dir": self.run_dir, "--state-dir": self.state_dir, "--cgroup": self.cgroup}
-        command = [str(self.binary), "keeper", *(f"{name}={value}" for name, value in options.items())]
+        command = [*self.before, str(self.binary), "keeper", *(f"{name}={value}" for name, value in options.items())]
         if self.nofile is not None:
             command = ["prlimit", f"--nofile={self.nofile}", *command]
         subprocess.run(

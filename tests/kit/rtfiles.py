@@ -18,10 +18,19 @@ PIECE: Final = 256 << 10
 class Files(Client):
     """A connection that is a helper's."""
 
-    def __init__(self, path: Path, sandbox: str, *, user: str = "root", cwd: bytes = b"/", timeout_s: float = 60):
+    def __init__(
+        self,
+        path: Path,
+        sandbox: str,
+        *,
+        user: str = "root",
+        cwd: bytes = b"/",
+        diff: bool = False,
+        timeout_s: float = 60,
+    ):
         super().__init__(path, timeout_s=timeout_s)
         try:
-            self.call("files", sandbox=sandbox, user=user, cwd=cwd)
+            self.call("files", sandbox=sandbox, user=user, cwd=cwd, diff=diff)
         except BaseException:  # also interrupted: nobody would close it
             self.close()
             raise

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +47,34 @@ def make_node(**kwargs: Any) -> Node:
 
 def create(c: Client, name: str, **over: Any) -> dict[str, Any]:
     return c.call("sandbox.create", plan=sandbox_plan(name, LAYERS, **over))
+
+
+@contextlib.contextmanager
+def box_in(node: Node) -> Iterator[tuple[Client, str]]:
+    """A sandbox of one test, and a connection."""
+    name = f"s{os.urandom(4).hex()}"
+    with node.client() as c:
+        create(c, name)
+        yield c, name
+    # On a connection of its own: answers to a stream's last acknowledgements may still come on the other.
+    with node.client() as c:
+        c.call("sandbox.stop", id=name)
+
+
+def until_known(c: Client, box: str, run: str) -> None:
+    """A request on one connection may overtake the run that another one is starting."""
+    deadline = time.monotonic() + 60
+    while run not in {r["run"] for r in c.call("run.list", sandbox=box)["runs"]}:
+        assert time.monotonic() < deadline, f"{run} was not started"
+        time.sleep(0.005)
+
+
+def until_running(c: Client, box: str, runs: set[str]) -> None:
+    """Known is not launched: until then a run has no process and may have no cgroup."""
+    deadline = time.monotonic() + 60
+    while not runs <= {r["run"] for r in c.call("run.list", sandbox=box)["runs"] if r["state"] == "running"}:
+        assert time.monotonic() < deadline, f"{runs} do not run"
+        time.sleep(0.005)
 
 
 def sh(script: str) -> list[str | bytes]:

@@ -20,9 +20,9 @@ from dsec.backends.container.keeper import living_keeper
 from dsec.linux import proc
 from dsec.model import ids
 from dsec.wire.runtime import RuntimeClient
+from tests.kit import groups
 from tests.kit.lanes import runtime_binary
 
-CGROUPS: Final = Path("/sys/fs/cgroup")
 END_DEADLINE_S: Final = 10.0
 MIB: Final = 1 << 20
 
@@ -80,10 +80,9 @@ async def _shut(place: Place) -> None:
 
 
 def _remove_cgroups(name: str) -> None:
-    for hierarchy in (CGROUPS, *CGROUPS.iterdir()):
-        for directory, _, _ in os.walk(hierarchy / name, topdown=False):
-            with contextlib.suppress(OSError):
-                Path(directory).rmdir()
+    for group in groups.below(name, topdown=False):
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 class ContainerSubject:
@@ -124,13 +123,11 @@ class ContainerSubject:
         return {*self._cgroups(), *self._files(), *self._loops()}
 
     def _cgroups(self) -> Iterator[str]:
-        for hierarchy in (CGROUPS, *CGROUPS.iterdir()):
-            for directory, _, _ in os.walk(hierarchy / self.place.cgroup):
-                if "sbx-" in directory.removeprefix(str(hierarchy)):
-                    yield directory
-                    with contextlib.suppress(OSError):
-                        for pid in (Path(directory) / "cgroup.procs").read_text().split():
-                            yield f"process {pid} in {directory}"
+        for group in groups.below(self.place.cgroup):
+            if "sbx-" in str(group):
+                yield str(group)
+                for pid in groups.processes(group):
+                    yield f"process {pid} in {group}"
 
     def _files(self) -> Iterator[str]:
         """Files; the record of one that has ended is kept for a while on purpose and does not count."""

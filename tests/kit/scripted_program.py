@@ -79,6 +79,10 @@ class ScriptedProgram:
                 wire.drop()
             wire.answer({"size": len(self.taken), "closed": self.reader_gone or self.eof})
 
+    def _attach(self, request: Request, wire: Wire, query: dict[str, str]) -> None:
+        # As behind a proxy that lets no WebSocket through.
+        wire.error("unsupported", "only with an Upgrade", 426, mechanism="WebSocket")
+
     def _output(self, request: Request, wire: Wire, query: dict[str, str]) -> None:
         if "raw" in query:
             stream = int(query["raw"])

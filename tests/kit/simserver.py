@@ -14,24 +14,29 @@ from dsec.node.agent import Node
 from dsec.node.capacity import EndlessGauge
 from dsec.node.clock import SystemClock
 from dsec.node.http.app import App
-from dsec.node.http.auth import Guard, PeerGuard
+from dsec.node.http.auth import Guard, Pages, PeerGuard
+from dsec.node.http.bodies import Bodies
 from dsec.node.http.server import Listener, tcp_socket, unix_socket
 from dsec.node.simulated import SimulatedLayers
 from dsec.node.store import Store
 from tests.kit.simnode import ENDLESS
 
+# Of pages that may ask.
+ORIGIN = "https://ui.example:8443"
+
 
 class SimServer:
     """Serves on a Unix socket; with a guard, on a loopback port as well."""
 
-    def __init__(self, directory: Path, guard: Guard | None = None) -> None:
+    def __init__(self, directory: Path, guard: Guard | None = None, bodies: Bodies | None = None) -> None:
         self.directory = directory
         self.path = directory / "api.sock"
         self.world = World()
         self.layers = SimulatedLayers()
         self.port = 0
         self._guard = guard
-        self._listeners: list[Listener] = []
+        self._bodies = bodies or Bodies()
+        self.listeners: list[Listener] = []
 
     async def start(self) -> None:
         """A new agent over the same world."""
@@ -46,18 +51,24 @@ class SimServer:
             clock=clock,
         )
         await self.node.start()
-        self._listeners = [Listener(App(self.node, PeerGuard()), unix_socket(self.path), peer=True)]
+        app = App(self.node, PeerGuard(), Pages([ORIGIN]), self._bodies)
+        self.listeners = [Listener(app, unix_socket(self.path), peer=True)]
         if self._guard is not None:
             sock = tcp_socket("127.0.0.1", 0)
             self.port = sock.getsockname()[1]
-            self._listeners.append(Listener(App(self.node, self._guard), sock, peer=False))
-        for listener in self._listeners:
+            app = App(self.node, self._guard, Pages([ORIGIN], names=True), self._bodies)
+            self.listeners.append(Listener(app, sock, peer=False))
+        for listener in self.listeners:
             await listener.start()
 
     async def stop(self) -> None:
         """As at SIGTERM."""
-        await asyncio.gather(*(listener.close() for listener in self._listeners))
+        await asyncio.gather(*(listener.close() for listener in self.listeners))
         await self.node.close()
+
+    def connections(self) -> list[Any]:
+        """Those that are open, of all listeners."""
+        return [connection for listener in self.listeners for connection in listener.connections]
 
     async def __aenter__(self) -> Self:
         await self.start()

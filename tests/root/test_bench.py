@@ -14,9 +14,11 @@ import pytest
 from bench import cgroups
 from bench.peers.base import Env, Failed
 from bench.peers.docker import Docker
+from bench.peers.raw import Raw
 from bench.peers.reference import Reference, ReferenceTmpfs
 from bench.peers.tools import Bwrap, Runc
 from bench.session import environment
+from tests.kit import groups
 
 pytestmark = [
     pytest.mark.root,
@@ -100,6 +102,20 @@ def test_launchers_run_and_a_failure_is_no_figure(env: Env, kind: type[Runc] | t
         peer.close()
 
 
+def test_the_raw_limit_is_measured_with_the_programs_of_the_others(env: Env) -> None:
+    peer = Raw(env)
+    peer.start()
+    try:
+        assert peer.measure("stream", 1, 256).server_cpu_s > 0
+        echoed = peer.measure("echo", 1, 20)
+        assert echoed.count == len(echoed.latencies_us) == 20
+        (env.root.tree / "usr/bin/head").unlink()
+        with pytest.raises(Failed, match="ended with"):
+            peer.perform("stream", 1)
+    finally:
+        peer.close()
+
+
 def test_docker_is_our_own_daemon_and_goes_away(env: Env) -> None:
     if (reason := Docker.missing(env)) is not None:
         pytest.skip(reason)
@@ -116,7 +132,7 @@ def test_docker_is_our_own_daemon_and_goes_away(env: Env) -> None:
 
 
 def _processes(top: Path) -> list[str]:
-    return [pid for path in top.rglob("cgroup.procs") for pid in path.read_text().split()]
+    return [str(pid) for directory, _, _ in os.walk(top) for pid in groups.processes(Path(directory))]
 
 
 def _namespace(pid: str, name: str) -> str:

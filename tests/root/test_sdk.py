@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,14 +17,8 @@ import pytest
 import dsec
 from dsec.backends.container.keeper import living_keeper
 from tests.kit.examples import examples
-from tests.kit.home import BASE, COMMAND, Home, standing
+from tests.kit.home import BASE, COMMAND, Home
 from tests.kit.lanes import fewer
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    with standing() as made:
-        yield made
 
 
 @pytest.mark.same_everywhere

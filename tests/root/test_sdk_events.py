@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 import dsec
 from dsec.model.limits import MIB
-from tests.kit.home import BASE, Home, standing
+from tests.kit.home import BASE, Home
 
 pytestmark = pytest.mark.same_everywhere
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    with standing() as made:
-        yield made
 
 
 def last(sandbox: dsec.Sandbox) -> dsec.Event:
@@ -79,3 +73,22 @@ def test_they_outlive_the_agent_and_the_sandbox(home: Home) -> None:
     ended = list(sbx.events())
     assert ended[: len(after)] == after
     assert ended[-1].detail["reason"] == "stopped"
+
+
+def test_what_holds_a_sandbox_up_is_found(home: Home) -> None:
+    with home.client().create(base=BASE, cpu=0.05) as sbx:
+        # On a machine with much other work it may have less than its quota for a while.
+        while not sbx.usage().cpu_throttled_s:
+            sbx.run("while :; do :; done", timeout_s=1)
+        found = json.loads(home.dsec("inspect", sbx.id))
+        assert any(line.startswith("slow: its quota of 0.05 CPUs") for line in found["findings"]), found
+    assert json.loads(home.dsec("inspect", sbx.id))["findings"][0].startswith("it was stopped (stop by")
+
+
+def test_a_device_that_is_gone_is_found(home: Home) -> None:
+    with home.client().create(base=BASE) as sbx:
+        assert not [line for line in json.loads(home.dsec("inspect", sbx.id))["findings"] if "broken" in line]
+        # As a file it takes what is thrown away, and a link leads elsewhere.
+        sbx.run("rm /dev/null /dev/zero /dev/tty; echo x >/dev/null; ln -s full /dev/zero", check=True)
+        (found,) = [line for line in json.loads(home.dsec("inspect", sbx.id))["findings"] if "broken" in line]
+        assert found.startswith("broken: /dev/null, /dev/zero, /dev/tty are no devices any more")

@@ -6,41 +6,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import dsec
 from tests.contract import test_sdk_files as cases
-from tests.kit.home import Home, standing
+from tests.kit.home import Home
 from tests.kit.rtclient import Client
 
 globals().update({name: case for name, case in vars(cases).items() if name.startswith("test_")})
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    with standing() as made:
-        yield made
-
-
-class Standing:
-    """As the agent of those cases: where it listens."""
-
-    def __init__(self, home: Home) -> None:
-        self.url = f"unix://{home.place.run_dir}/api.sock"
-
-
-@pytest.fixture
-def agent(home: Home) -> Standing:
-    return Standing(home)
-
-
-@pytest.fixture
-def sbx(home: Home) -> Iterator[dsec.Sandbox]:
-    with home.client() as client, client.create(disk_mib=64) as made:
-        yield made
 
 
 def test_programs_and_files_see_the_same(sbx: dsec.Sandbox) -> None:
@@ -66,6 +41,16 @@ def test_a_user_has_his_own_rights(sbx: dsec.Sandbox) -> None:
         sbx.files.read("/secret/x", user="nobody")
     sbx.files.write("/his/new", "1", user="nobody")
     assert sbx.run("stat -c %U /his/new").stdout == "nobody\n"
+
+
+def test_what_cannot_be_replaced_is_overwritten_and_said(sbx: dsec.Sandbox) -> None:
+    assert not sbx.files.write("/etc/hosts", "127.0.0.1 mine\n").atomic  # it is mounted
+    assert sbx.run("cat /etc/hosts").stdout == "127.0.0.1 mine\n"
+    sbx.run("install -o nobody /dev/null /srv/his; ln /srv/his /srv/link", check=True)
+    assert not sbx.files.write("/srv/his", "1", user="nobody").atomic  # in a directory of root's
+    assert sbx.run("cat /srv/link").stdout == "1"
+    assert sbx.files.write("/srv/his", "2").atomic
+    assert sbx.run("cat /srv/link").stdout == "1"
 
 
 def test_no_link_leads_out(sbx: dsec.Sandbox, home: Home) -> None:
@@ -110,8 +95,9 @@ def end_helpers(sbx: dsec.Sandbox) -> None:
 def of_host(sbx: dsec.Sandbox) -> list[int]:
     """The numbers of a sandbox's helpers outside."""
     found = []
-    for comm in Path("/proc").glob("[0-9]*/comm"):
+    # By name alone: a glob looks at each, and raises when one has just gone.
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if f"/{sbx.id}/payload/files-" in (comm.parent / "cgroup").read_text():
-                found.append(int(comm.parent.name))
+            if f"/{sbx.id}/payload/files-" in Path(f"/proc/{pid}/cgroup").read_text():
+                found.append(int(pid))
     return found

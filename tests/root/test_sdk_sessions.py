@@ -12,26 +12,24 @@ from collections.abc import Iterator
 import pytest
 
 import dsec
-from tests.kit.home import Home, standing
+from tests.kit.home import Home
 from tests.kit.rtclient import Client
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    with standing() as made:
-        yield made
-
-
-@pytest.fixture
-def sbx(home: Home) -> Iterator[dsec.Sandbox]:
-    with home.client() as client, client.create(disk_mib=64) as made:
-        yield made
 
 
 @pytest.fixture(params=["/bin/bash", "/bin/dash"])
 def sh(request: pytest.FixtureRequest, sbx: dsec.Sandbox) -> Iterator[dsec.Session]:
-    with sbx.session(shell=request.param) as made:
+    old = request.param == OLD_BASH
+    with sbx.session(shell="/bin/bash" if old else request.param) as made:
+        if old:
+            made.run("BASH_VERSION=5.0.17", check=True)
         yield made
+
+
+def gone(sbx: dsec.Sandbox, program: str) -> None:
+    """Wait until no process of that name is left: what is killed is still seen for a moment."""
+    until = time.monotonic() + 60
+    while left := [process for process in sbx.processes() if program in process.argv]:
+        assert time.monotonic() < until, left
 
 
 def out(sh: dsec.Session, command: str) -> str:
@@ -42,6 +40,16 @@ def test_directory_variables_and_functions_last(sh: dsec.Session) -> None:
     sh.run("cd /tmp; export A=1; B='two words'; f() { echo \"f $1\"; }", check=True)
     assert out(sh, "pwd; echo $A $B; f x") == "/tmp\n1 two words\nf x\n"
     assert out(sh, 'sh -c "echo $A"') == "1\n"
+
+
+def test_what_a_text_leaves_is_there_for_the_next(sbx: dsec.Sandbox) -> None:
+    with sbx.session(shell="/bin/bash") as sh:
+        sh.run("declare -A M=([a]=1); set -- x y; exec 9>/tmp/nine; alias a=b; shopt -s expand_aliases; return 3; X=1")
+        assert out(sh, "echo $? ${M[a]} $1 $2 $# ${X-not}; echo nine >&9; cat /tmp/nine; alias a") == (
+            "3 1 x y 2 not\nnine\nalias a='b'\n"
+        )
+        # However long it is, no program is given it in its environment.
+        assert out(sh, "set -a; Y=1; " + "# " * 150_000 + "\nenv | grep -c '^Y=1'; echo ${_dsec-none}") == "1\nnone\n"
 
 
 def test_exit_codes_and_streams_are_the_commands_own(sh: dsec.Session) -> None:
@@ -70,6 +78,19 @@ def test_a_command_reads_what_it_is_given_and_nothing_of_the_session(sh: dsec.Se
     result = sh.run("cat | wc -c; cat", stdin=b"\0\xff" * 100_000)
     assert result.stdout == "200000\n"
     assert out(sh, "echo after; ls -A /dev/shm") == "after\n"
+
+
+def test_a_command_whose_input_is_gone_has_not_failed(sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    sh.run("rm /dev/null", check=True)
+    for _ in range(2):
+        with pytest.raises(dsec.ProgramNotStarted) as caught:
+            sh.run("echo x; touch /ran")
+        assert caught.value.detail["field"] == "stdin"
+    assert not sbx.run(["test", "-e", "/ran"]).ok
+    assert sh.run("cat; echo $?; false", stdin=b"in\n").stdout == "in\n0\n"
+    sbx.run(["touch", "/dev/null"], check=True)
+    result = sh.run("echo $?")
+    assert (result.stdout, result.stderr) == ("1\n", "")
 
 
 def test_large_outputs_are_of_the_command_that_wrote_them(sh: dsec.Session) -> None:
@@ -109,11 +130,102 @@ def test_a_timeout_ends_the_command_and_the_session_goes_on(sbx: dsec.Sandbox, s
     assert "sleep 1234" not in alive
 
 
-def test_a_shell_that_is_busy_itself_ends_with_its_timeout(sh: dsec.Session) -> None:
-    result = sh.run("while :; do :; done", timeout_s=0.2)
-    assert (result.cause, result.exit_code) == ("timeout", 137)
-    with pytest.raises(dsec.InvalidState):
-        sh.run("echo on")
+# After each what is cut there is more in its text, which must not be begun.
+CUT = {
+    "list": "sleep 1234; touch /ran",
+    "lines": "sleep 1234\ntouch /ran\ntouch /ran",
+    "loop": "until false; do sleep 1234; touch /ran; done; touch /ran",
+    "busy": "while :; do :; done; touch /ran",
+    "subshell": "(sleep 1234); touch /ran",
+    "subshells": "for i in 1 2; do (sleep 1234; touch /ran); touch /ran; done; touch /ran",
+    "pipe": "sleep 1234 | cat; touch /ran",
+    "and": "sleep 1234 && touch /ran || touch /ran",
+    "condition": "if sleep 1234; then touch /ran; else touch /ran; fi",
+    "wait": "sleep 1234 & wait; touch /ran",
+    "substitution": "x=$(sleep 1234); touch /ran",
+    "group": "{ sleep 1234; touch /ran; } > /tmp/o; touch /ran",
+    "eval": "eval 'sleep 1234\ntouch /ran'\ntouch /ran",
+    "function": "f() { sleep 1234; touch /ran; }; f; { :; } > /ran",
+    "functions": "f() { sleep 1234; touch /ran; }; g() { for i in 1 2; do f; (:) > /ran; done; touch /ran; }; "
+    "until g || g; do { :; } > /ran; done; touch /ran",
+    "busy function": "f() { while :; do :; done; }; f || { :; } > /ran; touch /ran",
+    "word": "touch /ran$(sleep 1234)",
+    "output": 'echo "$(sleep 1234)" > /ran',
+    "nothing": ": > /ran$(sleep 1234)",
+    "branch": "if (sleep 1234); then touch /ran; else touch /ran; fi",
+    "or": "(sleep 1234) || touch /ran",
+    "test": "[ $(sleep 1234) ] && touch /ran || touch /ran",
+    "nested": "f() { (sleep 1234); touch /ran$(sleep 1234); }; for i in 1 2; do f; touch /ran; done; touch /ran",
+    "read": "while read x; do touch /ran; done < <(sleep 1234); touch /ran",
+    "source": "printf 'sleep 1234; touch /ran' > /tmp/s; . /tmp/s; touch /ran",
+}
+
+
+# A shell says of itself which bash it is. One before 5.1 is told its texts otherwise.
+OLD_BASH = "bash before 5.1"
+# A command whose substitution was cut is carried out by others than bash, which has one that others lack.
+BASH_ONLY = {"word", "output", "nothing", "nested", "read"}
+# And before 5.1 it begins what stands behind a subshell.
+NOT_OLD = BASH_ONLY - {"read"} | {"subshells", "branch", "or"}
+LEFT = {"/bin/bash": CUT.keys(), "/bin/dash": CUT.keys() - BASH_ONLY, OLD_BASH: CUT.keys() - NOT_OLD}
+
+
+@pytest.mark.parametrize(
+    ("sh", "kind"), [(shell, kind) for shell, kinds in LEFT.items() for kind in CUT if kind in kinds], indirect=["sh"]
+)
+def test_a_text_that_is_cut_is_left_and_the_session_goes_on(sbx: dsec.Sandbox, sh: dsec.Session, kind: str) -> None:
+    sh.run("Y=kept", check=True)
+    result = sh.run("cd /tmp; X=kept; g() { :; }; " + CUT[kind], timeout_s=0.3)
+    assert (result.cause, result.exit_code, result.session_ended) == ("timeout", 137, False)
+    assert out(sh, "echo $?; pwd; echo $X $Y; break") == "137\n/tmp\nkept kept\n"
+    assert not sbx.run(["test", "-e", "/ran"]).ok
+    assert not [process for process in sbx.processes() if "1234" in process.argv]
+    again = sh.run(CUT[kind], timeout_s=0.3)
+    assert (again.cause, again.stdout) == ("timeout", "")
+    result = sh.run("echo out; echo err >&2; (exit 4)")
+    assert (result.exit_code, result.stdout, result.stderr) == (4, "out\n", "err\n")
+
+
+def test_a_first_command_that_is_cut_at_once_costs_no_session(sbx: dsec.Sandbox) -> None:
+    """Until its shell minds being told to give up, it is not told: it would end."""
+    for number in range(12):
+        with sbx.session() as sh:
+            result = sh.run(f"X={number}", timeout_s=0.001 * (1 + number % 3))
+            assert (result.cause, result.session_ended) in (("timeout", False), ("exited", False))
+            assert out(sh, "echo on") == "on\n"
+
+
+def test_a_program_that_a_shell_has_become_leaves_nothing_when_it_is_cut(sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    result = sh.run("exec sh -c 'sleep 1234; sleep 1234; touch /ran'", timeout_s=0.3)
+    assert (result.cause, result.session_ended) == ("timeout", True)
+    assert not [process for process in sbx.processes() if "1234" in process.argv]
+
+
+def test_a_text_that_is_cut_while_the_runtime_dies_is_left(home: Home, sbx: dsec.Sandbox) -> None:
+    for number in range(6):
+        with sbx.session() as sh:
+            sh.run("true")
+            killing = threading.Timer(0.28 + 0.02 * number, kill_runtime, (home,))
+            killing.start()
+            with contextlib.suppress(dsec.Unknown):
+                assert sh.run("sleep 1234 || touch /ran; touch /ran", timeout_s=0.3).cause == "timeout"
+            killing.join()
+        assert not sbx.run(["test", "-e", "/ran"]).ok, number
+        assert not [process for process in sbx.processes() if "1234" in process.argv]
+
+
+def kill_runtime(home: Home) -> None:
+    with contextlib.suppress(OSError), Client(home.place.run_dir / "runtime.sock") as runtime:
+        os.kill(runtime.hello["pid"], signal.SIGKILL)
+
+
+def test_a_shell_that_cannot_be_reached_ends_with_its_timeout(sh: dsec.Session) -> None:
+    result = sh.run("trap '' 16; while :; do :; done", timeout_s=0.2)
+    assert (result.cause, result.exit_code, result.session_ended) == ("timeout", 137, True)
+    for _ in range(2):
+        with pytest.raises(dsec.InvalidState, match=r"stopped after its timeout of 0\.2 s") as caught:
+            sh.run("echo on")
+        assert caught.value.detail["cause"] == "timeout"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +235,8 @@ def test_a_shell_that_is_busy_itself_ends_with_its_timeout(sh: dsec.Session) -> 
 def test_the_end_of_the_shell_is_the_end_of_its_command(sh: dsec.Session, before: str, last: str, code: int) -> None:
     sh.run(before, check=True)
     result = sh.run(f"echo last; {last}")
-    assert (result.exit_code, result.stdout) == (code, "last\n")
-    with pytest.raises(dsec.InvalidState):
+    assert (result.exit_code, result.stdout, result.session_ended) == (code, "last\n", True)
+    with pytest.raises(dsec.InvalidState, match=r"its shell answered.*; start another, under another key"):
         sh.run("echo on")
     assert sh.info().state == "ended"
 
@@ -148,8 +260,7 @@ def test_the_runtime_dies_and_the_commands_go_on(home: Home, sbx: dsec.Sandbox, 
 
     def kill() -> None:
         while not over.wait(0.7):
-            with contextlib.suppress(OSError), Client(home.place.run_dir / "runtime.sock") as runtime:
-                os.kill(runtime.hello["pid"], signal.SIGKILL)
+            kill_runtime(home)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -205,6 +316,34 @@ def test_its_end_ends_all_it_has_begun(sbx: dsec.Sandbox) -> None:
     assert not [process for process in sbx.processes() if "sleep" in process.argv]
 
 
+@pytest.mark.parametrize("end", ["exit 0", "kill -9 $$", "set -e; false"])
+def test_its_jobs_end_with_it_also_after_its_shell(sbx: dsec.Sandbox, end: str) -> None:
+    with sbx.session() as sh:
+        sh.run("setsid sleep 5678 & sleep 6789 &", check=True)
+        until = time.monotonic() + 60
+        while len([process for process in sbx.processes() if "sleep" in process.argv]) < 2:
+            assert time.monotonic() < until, "what is begun is a shell for a moment"
+        assert sh.run(end).session_ended
+        assert len([process for process in sbx.processes() if "sleep" in process.argv]) == 2
+    gone(sbx, "sleep")
+
+
+@pytest.mark.parametrize("shell", ["/bin/bash", "/bin/dash"])
+def test_each_command_that_met_the_memory_limit_says_so(home: Home, shell: str) -> None:
+    eat = "tail /dev/zero"
+    texts = [(eat, 137, "oom"), (f"{eat}; echo $?", 0, "exited"), (f"cd /tmp && {eat}; true", 0, "exited")]
+    with home.client() as client, client.create(base="debian:12", memory_mib=128) as sbx:
+        sh = sbx.session(shell=shell)
+        for text, code, cause in [*texts, *texts]:
+            result = sh.run(text)
+            assert (result.exit_code, result.cause, result.limits_hit) == (code, cause, ("memory",))
+            assert sh.run("true").limits_hit == ()
+        result = sbx.run(f"{eat}; true")
+        assert (result.exit_code, result.cause, result.limits_hit) == (0, "exited", ("memory",))
+        result = sh.run(f"exec {eat}")
+        assert (result.exit_code, result.cause, result.limits_hit) == (137, "oom", ("memory",))
+
+
 def test_a_key_gives_a_command_once(sh: dsec.Session) -> None:
     first = sh.run("echo x >> /tmp/once; wc -l < /tmp/once", key="once")
     again = sh.run("echo x >> /tmp/once; wc -l < /tmp/once", key="once")
@@ -236,3 +375,19 @@ def test_what_cannot_be_a_session_is_refused(sbx: dsec.Sandbox) -> None:
     program = sbx.spawn(["sleep", "1000"])
     with pytest.raises(dsec.NotFound):
         sbx.get_session(program.id).run("echo")
+
+
+def test_who_follows_a_shell_harms_nobody(sbx: dsec.Sandbox) -> None:
+    """A session's id is that of a program: it can be looked at, but not given input."""
+    sh = sbx.session()
+    shell = sbx.process(sh.id)
+    beside = sbx.spawn("read -r line; echo got $line")
+    with shell.stdout.follow() as looking, shell.attach() as attached:
+        assert sh.run("echo one").stdout == "one\n"
+        assert next(looking) == b"one\n"
+        assert next(attached) == (1, b"one\n")
+        assert sh.run("echo two; exit 3").exit_code == 3
+    with pytest.raises(dsec.InvalidState, match="session"):
+        shell.stdin.write("exit\n")
+    beside.stdin.write("it\n")
+    assert beside.wait().stdout == "got it\n"

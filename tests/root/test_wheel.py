@@ -118,6 +118,8 @@ def test_one_wheel_with_the_static_binary(wheel: Path, tmp_path: Path) -> None:
     assert "INTERP" not in headers, "it needs no dynamic linker"
     assert list(tmp_path.glob("*.data/scripts/dsec"))
     assert (tmp_path / "dsec/py.typed").exists()
+    [entries] = tmp_path.glob("*.dist-info/entry_points.txt")
+    assert entries.read_text().split() == ["[inspect_ai]", "dsec=dsec.adapters.inspect"]
 
 
 def test_it_installs_and_runs_on_a_bare_debian(bare: Path, wheel: Path, wheelhouse: Path) -> None:

@@ -332,13 +332,7 @@ def test_a_fork_bomb_ends_at_the_limit_and_the_sandbox_lives(client: dsec.Client
     with client.create(pids=64) as sbx:
         result = sbx.run("f() { f | f & }; f; sleep 2", timeout_s=10)
         assert "pids" in result.limits_hit
-        sbx.run(
-            [
-                "python3",
-                "-c",
-                "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]",
-            ]
-        )
+        sbx.run("kill -9 -1")  # everybody but the init and itself, at once
         assert sbx.run(["/bin/true"], timeout_s=10).ok
 
 

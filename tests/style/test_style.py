@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -68,6 +69,23 @@ def test_rust(tool: tuple[str, ...]) -> None:
     if shutil.which("cargo") is None or shutil.which(name) is None:
         pytest.skip(f"no {name} on PATH")
     check("cargo", *tool, cwd=ROOT / "native")
+
+
+def test_no_dependency_needs_a_newer_compiler_than_we_say() -> None:
+    """Of our own code clippy says so (incompatible_msrv), as far as the standard library goes."""
+    if shutil.which("cargo") is None:
+        pytest.skip("no cargo on PATH")
+    command = ["cargo", "metadata", "--locked", "--format-version=1", "--filter-platform=x86_64-unknown-linux-gnu"]
+    said = subprocess.run(command, cwd=ROOT / "native", capture_output=True, check=True, timeout=TOOL_TIMEOUT_S).stdout
+    packages = json.loads(said)["packages"]
+    [ours] = {package["rust_version"] for package in packages if package["source"] is None}
+    assert f"RUST_MIN={ours}\n" in (ROOT / "scripts/lib/rust.sh").read_text()
+    wanted = {f"{p['name']} {p['version']}": p["rust_version"] for p in packages if p["rust_version"]}
+    assert {name: least for name, least in wanted.items() if _number(least) > _number(ours)} == {}
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def test_shell_scripts_parse() -> None:

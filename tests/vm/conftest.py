@@ -1,4 +1,4 @@
-"""Guests for this lane: both are started together and share the run's payload."""
+"""Guests for this lane: both start as soon as it is known which tests were chosen, and share the run's payload."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.vm import image, lanes, machine, payload
+from tests.kit.vm import image, lanes, machine
+from tests.kit.vm.beside import Beside
 from tests.kit.vm.machine import Guest
 
+_BESIDE = pytest.StashKey[Beside]()
 
-@pytest.fixture(scope="session")
-def disk() -> Iterator[Path]:
-    with payload.disk() as made:
-        yield made
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    here = Path(__file__).parent
+    chosen = [item for item in session.items if here in item.path.parents and not item.get_closest_marker("skip")]
+    if chosen and not session.config.option.collectonly:
+        session.config.stash[_BESIDE] = Beside(_asked(chosen))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (beside := session.config.stash.get(_BESIDE, None)) is not None:
+        beside.close()
 
 
 def _asked(items: list[pytest.Item]) -> dict[str, list[str]]:
     """Guests and their lanes, by the tests that were chosen: `-k contract` runs that lane only."""
     calls = [
-        item.callspec.params for item in items if isinstance(item, pytest.Function) and "runs" in item.fixturenames
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and "guest_runs" in item.fixturenames
     ]
     return {
         series: [lane for lane in lanes.LANES if {"series": series, "lane": lane} in calls]
@@ -30,14 +41,13 @@ def _asked(items: list[pytest.Item]) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, disk: Path) -> Iterator[dict[str, lanes.GuestRun]]:
-    # Made one after the other: two builds or two boots at once would only be slower on two cores.
-    for series in _asked(request.session.items):
-        machine.snapshot(series)
-    started = {series: lanes.GuestRun(series, disk, names) for series, names in _asked(request.session.items).items()}
-    yield started
-    for run in started.values():
-        run.join()
+def disk(request: pytest.FixtureRequest) -> Path:
+    return request.config.stash[_BESIDE].disk()
+
+
+@pytest.fixture(scope="session")
+def guest_runs(request: pytest.FixtureRequest) -> dict[str, lanes.GuestRun]:
+    return request.config.stash[_BESIDE].runs()
 
 
 @pytest.fixture(scope="module", params=image.KERNELS)

@@ -12,15 +12,17 @@ pytestmark = pytest.mark.timeout(lanes.GUEST_BUDGET_S + 900)
 
 @pytest.mark.parametrize("lane", lanes.LANES)
 @pytest.mark.parametrize("series", image.KERNELS)
-def test_lane(series: str, lane: str, runs: dict[str, lanes.GuestRun], capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = runs[series].outcome(lane)
+def test_lane(
+    series: str, lane: str, guest_runs: dict[str, lanes.GuestRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = guest_runs[series].outcome(lane)
     with capsys.disabled():
         times = f"{outcome.seconds:.0f} s, {outcome.cpu_seconds:.0f} s of CPU"
         print(f"\n[guest {series}] {lane}: {outcome.summary} ({times})")
-        left_out = lanes.NATIVE_LEFT_OUT if lane == "native" else lanes.LEFT_OUT
-        for name, reason in left_out.items():
-            if lane == "native" or name.startswith(f"tests/{lane}/"):
-                print(f"    left out {name}: {reason}")
+        for name, reason in lanes.left_out(series, lane).items():
+            print(f"    left out {name}: {reason}")
+        for note in outcome.notes:
+            print(f"    {note}")
         for skipped in sorted(set(outcome.skipped)):
             print(f"    skipped {skipped}")
     if not outcome.ok:

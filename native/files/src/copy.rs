@@ -56,6 +56,7 @@ pub(crate) fn move_over(
         } else {
             fresh_name()
         },
+        slash: false,
     };
     if direct {
         make_directly(to, replace).map_err(&fail)?;
@@ -64,7 +65,7 @@ pub(crate) fn move_over(
     let mut copy = Copy {
         conn,
         set,
-        into: PlaceIn::new(root),
+        into: PlaceIn::new(root, false),
         source,
         buf: vec![0; CHUNK],
     };

@@ -36,7 +36,7 @@ pub(crate) fn list(set: &Settings, args: &ListArgs) -> Done<Listed> {
     if !(1..=LIST_MAX).contains(&limit) {
         return Err(Failure::field("limit", format!("1 to {LIST_MAX}")).into());
     }
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let fail = at("list", &path);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let dir = openat(CWD, &path, flags, Mode::empty()).map_err(&fail)?;
@@ -92,7 +92,7 @@ pub(crate) struct Made {
 
 pub(crate) fn mkdir(set: &Settings, args: &MkdirArgs) -> Done<Made> {
     check_mode(args.mode)?;
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let path = trimmed(&path);
     let fail = at("mkdir", path);
     let bits = Mode::from_raw_mode(args.mode.unwrap_or(0o777));

@@ -8,6 +8,7 @@
 
 mod conn;
 mod copy;
+mod diff;
 mod dir;
 mod error;
 mod meta;
@@ -49,8 +50,24 @@ pub struct Settings {
     /// `/proc/self/fd` of this very process, opened where there still was a `/proc` that knows it. Kernels before
     /// 6.10 need it to give a nameless file its name; without it files are made under a temporary name.
     pub proc_fd: Option<OwnedFd>,
+    /// For `diff`; without them it is refused.
+    pub views: Option<Views>,
     /// Ways of the kernel to do without, for tests.
     pub without: Without,
+    /// For tests of what a helper must not be: it is not inside, and this, before each path, leads there.
+    pub outside: Vec<u8>,
+}
+
+/// Three views of one tree, as directories.
+#[derive(Debug)]
+pub struct Views {
+    /// As it is now. What is mounted inside is not of it.
+    pub now: OwnedFd,
+    /// As it was.
+    pub before: OwnedFd,
+    /// Has at least the names of what differs, and of the directories above. What is there by the name is not looked at
+    /// unless it is a directory.
+    pub touched: OwnedFd,
 }
 
 /// What an older kernel or another file system lacks.
@@ -68,7 +85,9 @@ impl Settings {
             cwd: cwd.into(),
             stall: STALL,
             proc_fd: None,
+            views: None,
             without: Without::default(),
+            outside: Vec::new(),
         }
     }
 
@@ -144,6 +163,7 @@ fn operate(conn: &mut Conn, set: &Settings, head: &Head, body: &[u8]) -> Done<()
             let done = tree_in::tree_in(conn, set, &args)?;
             answer(conn, done)
         }
+        "diff" => diff::diff(conn, set, &args(body)?),
         "watch" => watch::watch(conn, set, &args(body)?),
         // It came too late: what it was for has been answered.
         "cancel" => Ok(()),

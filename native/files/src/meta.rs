@@ -40,7 +40,7 @@ pub(crate) fn target_of<Fd: std::os::fd::AsFd>(
 }
 
 pub(crate) fn stat(set: &Settings, args: &StatArgs) -> Done<OfEntry<Entry>> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let stat = statat(CWD, &path, flags(args.follow)).map_err(at("stat", &path))?;
     let target = target_of(CWD, &path, &stat);
     Ok(OfEntry {
@@ -50,7 +50,7 @@ pub(crate) fn stat(set: &Settings, args: &StatArgs) -> Done<OfEntry<Entry>> {
 
 pub(crate) fn chmod(set: &Settings, args: &ChmodArgs) -> Done<Nothing> {
     check_mode(Some(args.mode))?;
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let mode = Mode::from_raw_mode(args.mode);
     chmodat(CWD, &path, mode, AtFlags::empty()).map_err(at("chmod", &path))?;
     Ok(Nothing {})
@@ -67,7 +67,7 @@ fn id(field: &'static str, id: Option<u32>) -> Done<Option<u32>> {
 pub(crate) fn chown(set: &Settings, args: &ChownArgs) -> Done<Nothing> {
     let uid = id("uid", args.uid)?.map(Uid::from_raw);
     let gid = id("gid", args.gid)?.map(Gid::from_raw);
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     chownat(CWD, &path, uid, gid, flags(args.follow)).map_err(at("chown", &path))?;
     Ok(Nothing {})
 }
@@ -76,7 +76,7 @@ pub(crate) fn symlink(set: &Settings, args: &SymlinkArgs) -> Done<Nothing> {
     if args.target.is_empty() || args.target.contains(&0) {
         return Err(Failure::field("target", "is empty or has a NUL byte").into());
     }
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     symlinkat(&args.target[..], CWD, &path).map_err(at("symlink", &path))?;
     Ok(Nothing {})
 }
@@ -87,7 +87,7 @@ pub(crate) struct Target {
 }
 
 pub(crate) fn readlink(set: &Settings, args: &PathArgs) -> Done<Target> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let target = readlinkat(CWD, &path, Vec::new()).map_err(at("readlink", &path))?;
     Ok(Target {
         target: ByteBuf::from(target.into_bytes()),
@@ -101,8 +101,8 @@ struct Moved {
 }
 
 pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<()> {
-    let source = absolute(&set.cwd, "source", &args.source)?;
-    let target = absolute(&set.cwd, "target", &args.target)?;
+    let source = absolute(set, "source", &args.source)?;
+    let target = absolute(set, "target", &args.target)?;
     let from = place("move", &source)?;
     let to = place("move to", &target)?;
     let flags = if args.replace {
@@ -110,9 +110,13 @@ pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<(
     } else {
         RenameFlags::NOREPLACE
     };
-    let atomic = match renameat_with(&from.dir, &from.name, &to.dir, &to.name, flags) {
+    let atomic = match renameat_with(&from.dir, from.given(), &to.dir, to.given(), flags) {
         Ok(()) => true,
         Err(Errno::XDEV) => {
+            // Said before the kernel has looked at any of the two.
+            if (from.slash || to.slash) && !from.is_directory().map_err(at("move", &source))? {
+                return Err(at("move to", &target)(Errno::NOTDIR));
+            }
             crate::copy::move_over(conn, set, args.replace, (&from, &source), (&to, &target))?;
             false
         }

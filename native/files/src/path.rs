@@ -8,6 +8,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::error::{at, Done, Failure};
+use crate::Settings;
 
 /// As the kernel: links followed on the way to one file.
 const MAX_LINKS: usize = 40;
@@ -15,7 +16,7 @@ const MAX_LINKS: usize = 40;
 const MAX_PATH: usize = 64 << 10;
 
 /// An absolute path: what was asked for, below the working directory unless absolute itself.
-pub(crate) fn absolute(cwd: &[u8], field: &'static str, path: &[u8]) -> Done<Vec<u8>> {
+pub(crate) fn absolute(set: &Settings, field: &'static str, path: &[u8]) -> Done<Vec<u8>> {
     if path.is_empty() {
         return Err(Failure::field(field, "is empty").into());
     }
@@ -25,10 +26,12 @@ pub(crate) fn absolute(cwd: &[u8], field: &'static str, path: &[u8]) -> Done<Vec
     if path.len() > MAX_PATH {
         return Err(Failure::field(field, format!("is longer than {MAX_PATH} bytes")).into());
     }
-    if path[0] == b'/' {
-        return Ok(path.to_vec());
-    }
-    Ok(join(cwd, path))
+    let path = if path[0] == b'/' {
+        path.to_vec()
+    } else {
+        join(&set.cwd, path)
+    };
+    Ok([set.outside.as_slice(), &path].concat())
 }
 
 pub(crate) fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
@@ -70,23 +73,39 @@ pub(crate) fn open_dir(path: &[u8]) -> Result<OwnedFd, Errno> {
 pub(crate) struct Place {
     pub dir: OwnedFd,
     pub name: Vec<u8>,
+    /// A slash came after the name: only a directory is meant, and no link to one.
+    pub slash: bool,
 }
 
 impl Place {
     pub fn stat(&self) -> Result<Stat, Errno> {
         statat(&self.dir, &self.name, AtFlags::SYMLINK_NOFOLLOW)
     }
+
+    pub fn is_directory(&self) -> Result<bool, Errno> {
+        Ok(kind_of(&self.stat()?) == FileType::Directory)
+    }
+
+    /// The name as it was given: the kernel refuses what is no directory if a slash comes after it.
+    pub fn given(&self) -> Vec<u8> {
+        let mut name = self.name.clone();
+        if self.slash {
+            name.push(b'/');
+        }
+        name
+    }
 }
 
 /// Where a path's last name lies; a link there is not followed. `.`, `..` and `/` have no place of their own.
 pub(crate) fn place(doing: &str, path: &[u8]) -> Done<Place> {
     let (parent, name) = split(trimmed(path));
-    if name.is_empty() || name == b"." || name == b".." {
+    if no_file(name) {
         return Err(Failure::errno(doing, path, Errno::BUSY).into());
     }
     Ok(Place {
         dir: open_dir(parent).map_err(at(doing, path))?,
         name: name.to_vec(),
+        slash: path.last() == Some(&b'/'),
     })
 }
 
@@ -97,9 +116,11 @@ pub(crate) fn place_of_file(
     parents: bool,
 ) -> Done<(Place, Option<Stat>)> {
     let fail = at(doing, path);
-    let (parent, name) = split(path);
+    let (parent, name) = split(trimmed(path));
+    let slash = path.last() == Some(&b'/');
     let dir = match open_dir(parent) {
-        Err(Errno::NOENT) if parents => {
+        // For what will not be a file no directory is made.
+        Err(Errno::NOENT) if parents && !slash && !no_file(name) => {
             make_all(parent, None).map_err(&fail)?;
             open_dir(parent)
         }
@@ -108,9 +129,11 @@ pub(crate) fn place_of_file(
     let mut place = Place {
         dir: dir.map_err(&fail)?,
         name: name.to_vec(),
+        slash,
     };
     for _ in 0..MAX_LINKS {
-        if place.name.is_empty() || place.name == b"." || place.name == b".." {
+        // As `open` with O_CREAT, whatever is there.
+        if place.slash || no_file(&place.name) {
             return Err(fail(Errno::ISDIR));
         }
         let stat = match place.stat() {
@@ -127,14 +150,20 @@ pub(crate) fn place_of_file(
             Err(Errno::INVAL | Errno::NOENT) => continue,
             Err(errno) => return Err(fail(errno)),
         };
-        let (parent, name) = split(&target);
+        let (parent, name) = split(trimmed(&target));
         let dir = openat(&place.dir, parent, DIRECTORY, Mode::empty()).map_err(&fail)?;
         place = Place {
             dir,
             name: name.to_vec(),
+            slash: target.last() == Some(&b'/'),
         };
     }
     Err(fail(Errno::LOOP))
+}
+
+/// Whether a last name can only be a directory's.
+fn no_file(name: &[u8]) -> bool {
+    name.is_empty() || name == b"." || name == b".."
 }
 
 /// `mkdir -p`: makes what is missing. Returns whether the last one is new.

@@ -32,6 +32,8 @@ pub(crate) struct Meta {
 
 pub(crate) struct PlaceIn {
     root: OwnedFd,
+    /// It was made for this: then it is as the stream says. One that was there stays as it is.
+    root_is_new: bool,
     /// The directory of the last entry: the next one is mostly there too.
     last: Option<(Vec<u8>, OwnedFd)>,
     later: Vec<(Vec<u8>, Meta)>,
@@ -116,6 +118,11 @@ fn make_below(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
     at.ok_or(Errno::NOENT)
 }
 
+/// Of a directory in which there are still files to be made.
+fn first_mode(meta: Meta) -> Mode {
+    Mode::from_raw_mode(meta.mode & 0o777 | 0o700)
+}
+
 fn timestamps(mtime: Time) -> Timestamps {
     let time = Timespec {
         tv_sec: mtime.secs,
@@ -132,9 +139,10 @@ fn ids((uid, gid): (u32, u32)) -> (Option<Uid>, Option<Gid>) {
 }
 
 impl PlaceIn {
-    pub fn new(root: OwnedFd) -> Self {
+    pub fn new(root: OwnedFd, root_is_new: bool) -> Self {
         Self {
             root,
+            root_is_new,
             last: None,
             later: Vec::new(),
             later_bytes: 0,
@@ -175,11 +183,16 @@ impl PlaceIn {
 
     pub fn directory(&mut self, path: &[u8], meta: Meta) -> Result<(), Errno> {
         if path.is_empty() {
+            if self.root_is_new {
+                // At once, too: nobody looks in meanwhile who may not later.
+                fchmod(&self.root, first_mode(meta))?;
+                self.later.push((Vec::new(), meta));
+            }
             return Ok(());
         }
         let (dir, name) = split(path);
         let parent = self.parent(dir)?;
-        match mkdirat(parent, name, Mode::from_raw_mode(meta.mode & 0o777 | 0o700)) {
+        match mkdirat(parent, name, first_mode(meta)) {
             Ok(()) => {}
             // A link to a directory below stays; anything else in the way is an error.
             Err(Errno::EXIST) => drop(open_below(parent, name)?),
@@ -266,6 +279,9 @@ impl PlaceIn {
     }
 
     fn open_readable(&self, path: &[u8]) -> Result<OwnedFd, Errno> {
+        if path.is_empty() {
+            return self.root.try_clone().map_err(|_| Errno::MFILE);
+        }
         let dir = self.open(path, false)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         openat(&dir, ".", flags, Mode::empty())

@@ -52,7 +52,7 @@ pub(crate) fn read(conn: &mut Conn, set: &Settings, args: &ReadArgs) -> Done<()>
     if args.offset > OFFSET_MAX {
         return Err(Failure::field("offset", format!("at most {OFFSET_MAX}")).into());
     }
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let (file, stat) = open_regular(CWD, &path, OFlags::RDONLY, "read", &path)?;
     let entry = Entry::new(&path, &stat, None);
     let id = conn.id();
@@ -94,7 +94,7 @@ struct Hashed {
 }
 
 pub(crate) fn hash(conn: &mut Conn, set: &Settings, args: &PathArgs) -> Done<()> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let (file, stat) = open_regular(CWD, &path, OFlags::RDONLY, "hash", &path)?;
     let end = end_of(&stat, 0, None);
     let mut buf = vec![0; CHUNK];

@@ -23,7 +23,7 @@ struct Removed {
 }
 
 pub(crate) fn remove(conn: &mut Conn, set: &Settings, args: &RemoveArgs) -> Done<()> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let place = place("remove", &path)?;
     let removed = if args.recursive {
         remove_tree(conn, &place, &path)?
@@ -36,7 +36,7 @@ pub(crate) fn remove(conn: &mut Conn, set: &Settings, args: &RemoveArgs) -> Done
 
 fn remove_one(place: &Place, path: &[u8]) -> Done<()> {
     let fail = at("remove", path);
-    match unlinkat(&place.dir, &place.name, AtFlags::empty()) {
+    match unlinkat(&place.dir, place.given(), AtFlags::empty()) {
         Err(Errno::ISDIR) => {}
         other => return other.map_err(fail),
     }
@@ -56,7 +56,7 @@ pub(crate) fn remove_tree(conn: &mut Conn, place: &Place, path: &[u8]) -> Done<u
     let fail = at("remove", path);
     let mut surprises = 0;
     loop {
-        match unlinkat(&place.dir, &place.name, AtFlags::empty()) {
+        match unlinkat(&place.dir, place.given(), AtFlags::empty()) {
             Ok(()) => return Ok(1),
             Err(Errno::ISDIR) => {}
             Err(errno) => return Err(fail(errno)),

@@ -27,12 +27,13 @@ pub(crate) struct Unpacked {
 }
 
 pub(crate) fn tree_in(conn: &mut Conn, set: &Settings, args: &TreeInArgs) -> Done<Unpacked> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let open = || openat(CWD, &path, flags, Mode::empty());
+    let mut made = false;
     let root = match open() {
         Err(Errno::NOENT) if args.parents => {
-            make_all(&path, None).map_err(at("mkdir", &path))?;
+            made = make_all(&path, None).map_err(at("mkdir", &path))?;
             open()
         }
         other => other,
@@ -45,7 +46,7 @@ pub(crate) fn tree_in(conn: &mut Conn, set: &Settings, args: &TreeInArgs) -> Don
         stream: Stream { conn },
         set,
         owners: args.owners,
-        to: PlaceIn::new(root),
+        to: PlaceIn::new(root, made),
         done: Unpacked {
             entries: 0,
             bytes: 0,

@@ -82,7 +82,7 @@ struct Packing<'a> {
 }
 
 pub(crate) fn tree_out(conn: &mut Conn, set: &Settings, args: &PathArgs) -> Done<()> {
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let fail = at("pack", &path);
     let stat = statat(CWD, &path, AtFlags::empty()).map_err(&fail)?;
     let id = conn.id();

@@ -8,12 +8,12 @@ use rustix::fs::{fstat, openat, openat2, seek, Mode, OFlags, RawDir, ResolveFlag
 use rustix::io::Errno;
 
 /// Directories that are kept open; those above are closed, and found again through `..`.
-const OPEN_MAX: usize = 64;
+pub(crate) const OPEN_MAX: usize = 64;
 /// A tree is no deeper. What is kept of a level is its name and a position.
 const DEPTH_MAX: usize = 100_000;
-const DIRENTS: usize = 32 << 10;
+pub(crate) const DIRENTS: usize = 32 << 10;
 
-const DIRECTORY: OFlags = OFlags::RDONLY
+pub(crate) const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK)
@@ -25,7 +25,7 @@ pub(crate) fn open_child(dir: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Errno> {
 }
 
 /// Calls `each` for the names read at once. Returns whether there may be more.
-fn read_names(
+pub(crate) fn read_names(
     dir: &OwnedFd,
     buf: &mut [MaybeUninit<u8>],
     mut each: impl FnMut(&[u8]),
@@ -88,7 +88,7 @@ pub(crate) struct Walk {
     buf: Vec<MaybeUninit<u8>>,
 }
 
-fn id_of(dir: &OwnedFd) -> Result<(u64, u64), Errno> {
+pub(crate) fn id_of(dir: &OwnedFd) -> Result<(u64, u64), Errno> {
     let stat = fstat(dir)?;
     Ok((stat.st_dev, stat.st_ino))
 }

@@ -143,9 +143,9 @@ pub(crate) fn watch(conn: &mut Conn, set: &Settings, args: &WatchArgs) -> Done<(
     if settle > SETTLE_MAX_MS {
         return Err(Failure::field("settle_ms", format!("at most {SETTLE_MAX_MS}")).into());
     }
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
+    let stat = statat(CWD, &path, AtFlags::empty()).map_err(at("watch", &path))?;
     let path = trimmed(&path);
-    let stat = statat(CWD, path, AtFlags::empty()).map_err(at("watch", path))?;
     let (root, only) = if kind_of(&stat) == FileType::Directory {
         (path, None)
     } else {

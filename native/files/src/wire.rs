@@ -165,6 +165,15 @@ pub(crate) struct TreeInArgs {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+pub(crate) struct DiffArgs {
+    pub path: ByteBuf,
+    /// So many changes are told.
+    #[serde(default)]
+    pub limit: Option<u64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct WatchArgs {
     pub path: ByteBuf,
     #[serde(default)]

@@ -89,7 +89,7 @@ pub(crate) fn named_full<Fd: AsFd>(fd: Fd) -> impl Fn(Failure) -> Failure {
 
 pub(crate) fn write(set: &Settings, args: &WriteArgs, content: &mut Content<'_>) -> Done<Written> {
     check_mode(args.mode)?;
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let (place, old) = place_of_file("write", &path, args.parents)?;
     let fail = at("write", &path);
     if let Some(old) = &old {
@@ -256,7 +256,7 @@ pub(crate) fn append(
     content: &mut Content<'_>,
 ) -> Done<Appended> {
     check_mode(args.mode)?;
-    let path = absolute(&set.cwd, "path", &args.path)?;
+    let path = absolute(set, "path", &args.path)?;
     let (place, old) = place_of_file("append to", &path, args.parents)?;
     let fail = at("append to", &path);
     if old.is_some() && args.exclusive {

@@ -91,10 +91,9 @@ impl Assembly {
     /// before, or during this call from another thread. Idempotent.
     pub fn release(&self, cgroup: &SandboxCgroup, upper: &Upper, deadline: Duration) -> Result<()> {
         cgroup.kill()?;
-        let removed = cgroup.remove(deadline);
-        // Even if a stuck process keeps the cgroup, the disk is given back.
-        self.uppers.remove(upper)?;
-        removed
+        // What lives still has the disk: it is given back with the rest.
+        cgroup.remove(deadline)?;
+        self.uppers.remove(upper)
     }
 
     /// Cgroup and disk together.

@@ -16,8 +16,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::hierarchy::{
-    children, delegate, detect, flag, key, kill_tree, make, number, oom_kills, read, remove_tree,
-    write, Hierarchies,
+    children, delegate, detect, flag, key, kill_tree, make, number, oom_kills, pressure, read,
+    remove_tree, write, Hierarchies,
 };
 use crate::plan::{CgroupMode, Code, LaunchError, Result, SandboxPlan, Step, Usage};
 pub use crate::run_cgroup::{RunCgroup, RunUsage};
@@ -508,13 +508,20 @@ impl SandboxCgroup {
             pids: number(&pids.join("pids.current")),
             pids_max_events: self.pids_max_events(),
             oom_kills: self.oom_kills(),
+            pressure: pressure(&self.v2("")),
             ..Usage::default()
         };
         if self.inner.mode == CgroupMode::V2 {
+            usage.throttled_us = key(&cpu, "throttled_usec");
+            let events = read(&memory.join("memory.events")).unwrap_or_default();
+            usage.memory_max_events = key(&events, "max");
             usage.memory_bytes = number(&memory.join("memory.current"));
             usage.memory_peak_bytes = number(&memory.join("memory.peak"));
             usage.swap_bytes = number(&memory.join("memory.swap.current"));
         } else {
+            let cpu = read(&self.home("cpu").join("cpu.stat")).unwrap_or_default();
+            usage.throttled_us = key(&cpu, "throttled_time") / 1000;
+            usage.memory_max_events = number(&memory.join("memory.failcnt"));
             usage.memory_bytes = number(&memory.join("memory.usage_in_bytes"));
             usage.memory_peak_bytes = number(&memory.join("memory.max_usage_in_bytes"));
             let both = number(&memory.join("memory.memsw.usage_in_bytes"));

@@ -5,7 +5,7 @@ use std::mem::size_of;
 use dsec_sys::cred::CAP_NAMES;
 
 use crate::layers::check_name;
-use crate::plan::{Code, LaunchError, Result, RunPlan, SandboxPlan};
+use crate::plan::{Code, LaunchError, Result, RunPlan, SandboxPlan, TtySize};
 
 /// Docker's default set without NET_RAW, which would see and forge packets of the namespace.
 pub const DEFAULT_CAPS: [&str; 13] = [
@@ -187,6 +187,24 @@ pub fn user(user: &str) -> Result<()> {
     Ok(())
 }
 
+/// Checks the terminal of a run, if it is to have one.
+pub fn terminal(plan: &RunPlan) -> Result<()> {
+    let Some(size) = plan.tty else { return Ok(()) };
+    if plan.control {
+        let text = "a program with a terminal has no output beside it";
+        return Err(LaunchError::field("control", text));
+    }
+    tty_size(size)
+}
+
+/// Checks the size of a terminal.
+pub fn tty_size(size: TtySize) -> Result<()> {
+    for (field, value) in [("rows", size.rows), ("cols", size.cols)] {
+        in_range(field, u64::from(value), 1, u64::from(u16::MAX))?;
+    }
+    Ok(())
+}
+
 /// Checks a run's plan.
 pub fn run(plan: &RunPlan) -> Result<()> {
     let name = plan.run.as_bytes();
@@ -199,6 +217,7 @@ pub fn run(plan: &RunPlan) -> Result<()> {
     }
     cwd(&plan.cwd)?;
     user(&plan.user)?;
+    terminal(plan)?;
     if !(-20..=19).contains(&plan.nice) {
         return Err(LaunchError::field("nice", "nice must be -20 to 19"));
     }
@@ -245,6 +264,25 @@ mod tests {
         assert_eq!(refused.code, Code::Unsupported);
         let unknown = capabilities(Some(&["FLY".to_owned()])).expect_err("refused");
         assert_eq!(unknown.code, Code::BadRequest);
+    }
+
+    #[test]
+    fn a_terminal_has_a_size_and_nothing_beside_it() {
+        let mut plan = RunPlan {
+            control: true,
+            ..RunPlan::default()
+        };
+        assert_eq!(terminal(&plan), Ok(()));
+        plan.tty = Some(TtySize { rows: 1, cols: 1 });
+        let refused = terminal(&plan).expect_err("refused");
+        assert_eq!(refused.detail["field"], "control".into());
+        plan.control = false;
+        assert_eq!(terminal(&plan), Ok(()));
+        for (rows, cols, field) in [(0, 1, "rows"), (1, 0, "cols")] {
+            plan.tty = Some(TtySize { rows, cols });
+            let refused = terminal(&plan).expect_err("refused");
+            assert_eq!(refused.detail["field"], field.into());
+        }
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub(crate) fn create(
     netns: BorrowedFd<'_>,
     born: &mut Option<Born>,
 ) -> Result<()> {
-    let (lowers, upper) = copies(server, plan, upper)?;
+    let (lowers, upper) = copies(server, &plan.layers, upper)?;
     failpoint::at("create.layers")?;
     process::setns(netns, process::NEW_NET).step("create.setns_net")?;
     let given = sysfs(server).and_then(|sys| {
@@ -106,7 +106,7 @@ pub(crate) fn create(
 }
 
 /// EINVAL is how a file system that cannot be idmapped says so (tmpfs before 6.3).
-fn no_idmap(what: &str, error: &io::Error) -> LaunchError {
+pub(crate) fn no_idmap(what: &str, error: &io::Error) -> LaunchError {
     if error.raw_os_error() == Some(libc::EINVAL) {
         return LaunchError::unsupported(what, "this file system cannot be idmapped here");
     }
@@ -115,7 +115,11 @@ fn no_idmap(what: &str, error: &io::Error) -> LaunchError {
 
 /// Detached copies of the layers and the upper. Their sources must be in the caller's mount
 /// namespace; this is the only time the launcher is in the pinned one.
-fn copies(server: &Server, plan: &SandboxPlan, upper: &str) -> Result<(Vec<OwnedFd>, OwnedFd)> {
+pub(crate) fn copies(
+    server: &Server,
+    layers: &[String],
+    upper: &str,
+) -> Result<(Vec<OwnedFd>, OwnedFd)> {
     process::setns(server.pinned.as_fd(), process::NEW_NS).step("create.setns_pinned")?;
     let take = |path: &str, what: &str| match mounting::copy(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -133,7 +137,7 @@ fn copies(server: &Server, plan: &SandboxPlan, upper: &str) -> Result<(Vec<Owned
         }
         Ok(copy)
     };
-    let lowers: Result<Vec<OwnedFd>> = plan.layers.iter().map(layer).collect();
+    let lowers: Result<Vec<OwnedFd>> = layers.iter().map(layer).collect();
     let both = lowers.and_then(|lowers| Ok((lowers, take(upper, "the upper")?)));
     process::setns(server.own_mnt.as_fd(), process::NEW_NS).step("create.setns_back")?;
     both
@@ -284,14 +288,18 @@ fn wants_points(plan: &SandboxPlan, lowers: &[OwnedFd]) -> bool {
 /// `trusted.overlay.opaque`, and deleted files would come back.
 fn overlay(lowers: &[OwnedFd], points: Option<&OwnedFd>, upper: &OwnedFd) -> Result<OwnedFd> {
     if !switch::off(switch::OVERLAY_FD) {
-        if let Some(made) = overlay_by_fd(lowers, points, upper)? {
+        if let Some(made) = overlay_by_fd(lowers, points, Some(upper))? {
             return Ok(made);
         }
     }
-    overlay_by_path(lowers, upper)
+    overlay_by_path(lowers, Some(upper))
 }
 
 fn common(making: &Making<'_>) {
+    // Whatever the machine's default: a directory of a layer that is renamed is copied by who renames it, and what is
+    // written below a name is that name's content. `views` tells by it what was touched.
+    let _ = making.try_set("redirect_dir", Value::Text("off"));
+    let _ = making.try_set("metacopy", Value::Text("off"));
     // What is not there before 5.10 costs a sync of the upper's file system when the overlay goes.
     let _ = making.try_set("volatile", Value::Flag);
     // Without it a file of a layer gets another inode number with its first change, and a program that
@@ -310,7 +318,7 @@ fn no_identity(making: &Making<'_>) {
 pub(crate) fn overlay_by_fd(
     lowers: &[OwnedFd],
     points: Option<&OwnedFd>,
-    upper: &OwnedFd,
+    upper: Option<&OwnedFd>,
 ) -> Result<Option<OwnedFd>> {
     let making = Making::start("create.overlay", c"overlay")?;
     for (index, lower) in lowers.iter().rev().enumerate() {
@@ -323,13 +331,16 @@ pub(crate) fn overlay_by_fd(
     if let Some(points) = points {
         making.set("lowerdir+", Value::Fd(points.as_fd()))?;
     }
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    for (key, name) in [("upperdir", "upper"), ("workdir", "work")] {
-        let directory = openat(upper, name, flags, Mode::empty()).step("create.overlay.upper")?;
-        making.set(key, Value::Fd(directory.as_fd()))?;
+    if let Some(upper) = upper {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        for (key, name) in [("upperdir", "upper"), ("workdir", "work")] {
+            let directory =
+                openat(upper, name, flags, Mode::empty()).step("create.overlay.upper")?;
+            making.set(key, Value::Fd(directory.as_fd()))?;
+        }
+        common(&making);
+        no_identity(&making);
     }
-    common(&making);
-    no_identity(&making);
     making.finish(NODEV).map(Some)
 }
 
@@ -360,7 +371,7 @@ impl Drop for Attached {
 }
 
 /// By names in the working directory: the mount table inside shows what overlayfs was given, and so no path.
-pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<OwnedFd> {
+pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: Option<&OwnedFd>) -> Result<OwnedFd> {
     let step = "create.overlay.path";
     let mut attached = Attached::start()?;
     let mut put = |mounted: &OwnedFd, at: String| -> Result<String> {
@@ -376,18 +387,19 @@ pub(crate) fn overlay_by_path(lowers: &[OwnedFd], upper: &OwnedFd) -> Result<Own
     for (index, lower) in lowers.iter().rev().enumerate() {
         paths.push(put(lower, index.to_string())?);
     }
-    let upper = put(upper, "u".to_owned())?;
+    let upper = upper.map(|upper| put(upper, "u".to_owned())).transpose()?;
+    let upper = upper.as_deref();
     if !switch::off(switch::OVERLAY_EACH) {
         // A kernel before 6.5 may refuse only when all options are there.
-        if let Ok(made) = overlay_of(&paths, &upper, true) {
+        if let Ok(made) = overlay_of(&paths, upper, true) {
             return Ok(made);
         }
     }
-    overlay_of(&paths, &upper, false)
+    overlay_of(&paths, upper, false)
 }
 
 /// Layers named one by one, or all in one option of at most 255 bytes.
-fn overlay_of(lowers: &[String], upper: &str, each: bool) -> Result<OwnedFd> {
+fn overlay_of(lowers: &[String], upper: Option<&str>, each: bool) -> Result<OwnedFd> {
     let making = Making::start("create.overlay", c"overlay")?;
     if each {
         for lower in lowers {
@@ -396,11 +408,13 @@ fn overlay_of(lowers: &[String], upper: &str, each: bool) -> Result<OwnedFd> {
     } else {
         making.set("lowerdir", Value::Text(&lowers.join(":")))?;
     }
-    making.set("upperdir", Value::Text(&format!("{upper}/upper")))?;
-    making.set("workdir", Value::Text(&format!("{upper}/work")))?;
-    common(&making);
-    if each {
-        no_identity(&making);
+    if let Some(upper) = upper {
+        making.set("upperdir", Value::Text(&format!("{upper}/upper")))?;
+        making.set("workdir", Value::Text(&format!("{upper}/work")))?;
+        common(&making);
+        if each {
+            no_identity(&making);
+        }
     }
     making.finish(NODEV)
 }

@@ -3,19 +3,22 @@
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
+use dsec_sys::io::send_msg;
 use dsec_sys::process::{self, CloneSpec, Cloned};
 use dsec_sys::{cred, seccomp};
-use rustix::fs::{openat, Mode, OFlags};
+use rustix::fs::{openat, Mode, OFlags, CWD};
 
 use crate::check;
 use crate::failpoint;
 use crate::filter::Program;
 use crate::init;
-use crate::launcher::STATUS_MAX;
+use crate::launcher::{STATUS_MAX, TERMINAL};
 use crate::mounting::cstring;
-use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step};
+use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, Step, TtySize};
 use crate::server::Server;
+use crate::terminal::{self, Terminal};
 use crate::users::{self, User};
+use crate::views::Views;
 use crate::wire::Helper;
 use crate::{file_helper, switch};
 
@@ -79,6 +82,8 @@ pub(crate) struct Entry<'a> {
     pub entering: &'a str,
     /// A file helper instead of a program.
     pub helper: Option<&'a Helper>,
+    /// What it compares.
+    pub views: Option<Views>,
     /// The launcher's own `oom_score_adj` could be lowered.
     pub lowered: bool,
 }
@@ -201,6 +206,9 @@ fn become_program(entry: &Entry<'_>) -> std::result::Result<Never, LaunchError> 
     let for_filter = for_filter(permitted);
     // The working directory as the user sees it: without capabilities for anybody but root.
     cred::set_caps(for_filter, permitted).step("enter.caps")?;
+    if let Some(size) = plan.tty {
+        take_terminal(entry, size)?;
+    }
     change_directory(plan)?;
     confine(entry, permitted)?;
     wait_for(&entry.fds.gate)?;
@@ -247,6 +255,21 @@ pub(crate) fn become_user(user: &User, bounding: u64) -> Result<u64> {
     Ok(if user.uid == 0 { bounding } else { 0 })
 }
 
+/// A new terminal of the user's is the controlling one of our session, and our standard descriptors. Its master goes
+/// to who launches: that must be kept before anything of the program happens.
+fn take_terminal(entry: &Entry<'_>, size: TtySize) -> Result<()> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = openat(CWD, "/", flags, Mode::empty()).step("terminal.root")?;
+    let Terminal { master, slave } = terminal::make(root.as_fd(), size)?;
+    failpoint::at("enter.terminal")?;
+    rustix::process::ioctl_tiocsctty(&slave).step("terminal.control")?;
+    for number in 0..3 {
+        process::dup_to(slave.as_fd(), number).step("terminal.stdio")?;
+    }
+    let status = entry.fds.status.as_fd();
+    send_msg(status, &[TERMINAL], &[master.as_fd()], false).step("terminal.send")
+}
+
 fn for_filter(permitted: u64) -> u64 {
     permitted | 1 << cred::CAP_SYS_ADMIN
 }
@@ -273,7 +296,7 @@ pub(crate) fn wait_for(gate: &OwnedFd) -> Result<()> {
 }
 
 /// Descriptors and groups: the last that is done with anything of the host's in hand.
-fn join(entry: &Entry<'_>, keep: &[RawFd]) -> Result<()> {
+pub(crate) fn join(entry: &Entry<'_>, keep: &[RawFd]) -> Result<()> {
     let score = if entry.lowered {
         OOM_SCORE_ABOVE_LOWERED
     } else {
@@ -328,6 +351,17 @@ fn strings(plan: &RunPlan) -> Result<Vec<CString>> {
     all.collect::<std::io::Result<_>>().step("enter.argv")
 }
 
+/// As the sandbox has it, unless it is no path: what it writes there is no reason why nothing can be run.
+fn home(user: &User) -> &[u8] {
+    let home = user.home.as_bytes();
+    let is_path = home.len() < libc::PATH_MAX as usize && !home.contains(&0);
+    if is_path {
+        home
+    } else {
+        b"/"
+    }
+}
+
 fn environment(plan: &RunPlan, user: &User) -> Result<Vec<CString>> {
     let mut all = Vec::with_capacity(plan.env.len() + 2);
     for (key, value) in &plan.env {
@@ -338,7 +372,7 @@ fn environment(plan: &RunPlan, user: &User) -> Result<Vec<CString>> {
     }
     let missing = |name: &[u8]| !plan.env.keys().any(|key| key.as_slice() == name);
     if missing(b"HOME") {
-        all.push([b"HOME=", user.home.as_bytes()].concat());
+        all.push([b"HOME=", home(user)].concat());
     }
     if let (true, Some(name)) = (missing(b"USER"), &user.name) {
         all.push([b"USER=", name.as_bytes()].concat());

@@ -33,10 +33,13 @@ pub const NAMES: &[&str] = &[
     "init.masked",
     "init.confined",
     "create.ready",
+    "views.copies",
+    "views.made",
     "enter.beside",
     "enter.cloned",
     "enter.joined",
     "enter.entered",
+    "enter.terminal",
     "enter.confined",
     "spare.keeping",
 ];

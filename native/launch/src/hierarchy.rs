@@ -3,11 +3,13 @@
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
 
-use crate::plan::{CgroupMode, LaunchError, Result, Step};
-use crate::switch;
+use crate::plan::{CgroupMode, LaunchError, Pressure, Result, Step};
+use crate::{dying, switch};
 
 /// Controllers a sandbox needs.
 const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
@@ -130,6 +132,20 @@ pub(crate) fn key(text: &str, name: &str) -> u64 {
     found.and_then(|(_, v)| v.trim().parse().ok()).unwrap_or(0)
 }
 
+/// The totals of `some`: kernels built or started without pressure stall information have no such file, or refuse it.
+pub(crate) fn pressure(at: &Path) -> Pressure {
+    let total = |file: &str| {
+        let text = read(&at.join(file)).ok()?;
+        let some = text.lines().find(|line| line.starts_with("some "))?;
+        some.rsplit_once("total=")?.1.trim().parse().ok()
+    };
+    Pressure {
+        cpu_us: total("cpu.pressure"),
+        memory_us: total("memory.pressure"),
+        io_us: total("io.pressure"),
+    }
+}
+
 pub(crate) fn flag(at: &Path, name: &str) -> io::Result<Option<u64>> {
     match read(&at.join("cgroup.events")) {
         Ok(text) => Ok(Some(key(&text, name))),
@@ -170,6 +186,52 @@ pub(crate) fn kill_tree(at: &Path) -> Result<()> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(()),
         Err(error) => Err(LaunchError::step("cgroup.kill", &error)),
     }
+}
+
+/// Until no process of a tree that was killed is left but for what cannot die.
+pub(crate) fn wait_empty(at: &Path) -> Result<()> {
+    let killed = Instant::now();
+    let (until, last) = (killed + dying::GRACE, killed + dying::MOST);
+    let events = match fs::File::open(at.join("cgroup.events")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened.step("cgroup.events")?,
+    };
+    // Read after it was opened, so that no change is missed.
+    while flag(at, "populated").unwrap_or(None) == Some(1) {
+        let now = Instant::now();
+        let mut left = until.saturating_duration_since(now);
+        if left.is_zero() {
+            if now >= last || stuck(at) {
+                break;
+            }
+            left = dying::LOOK;
+        }
+        let left = rustix::event::Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        let mut fds = [PollFd::new(&events, PollFlags::PRI)];
+        match rustix::event::poll(&mut fds, Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(LaunchError::step("cgroup.events", &error.into())),
+        }
+    }
+    Ok(())
+}
+
+/// Whether every process of a tree waits for a device, as far as can be seen.
+pub(crate) fn stuck(at: &Path) -> bool {
+    // One that is gone holds nobody up.
+    let waits = |pid: &str| {
+        let waits = pid.parse().ok().and_then(dying::waits_for_device);
+        waits.unwrap_or(true)
+    };
+    let own = read(&at.join("cgroup.procs")).unwrap_or_default();
+    own.lines().all(waits)
+        && children(at)
+            .unwrap_or_default()
+            .iter()
+            .all(|c| stuck(&at.join(c)))
 }
 
 /// Frozen, the tree cannot grow while it is walked; the signals work once it thaws.

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use dsec_sys::io::{recv_msg, seqpacket_pair};
 use dsec_sys::process;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
@@ -25,7 +26,7 @@ use crate::layers::Pinned;
 use crate::plan::{Code, LaunchError, Result, RunPlan, RunPolicy, SandboxPlan, Step};
 use crate::run_cgroup::entering;
 use crate::upper::Upper;
-use crate::wire::{self, Helper, Home, Inbox, Reply, Request};
+use crate::wire::{self, Helper, Home, Inbox, Lower, Reply, Request};
 use crate::{failpoint, switch};
 
 /// A launcher that is not ready by then is broken; it takes about 2 ms.
@@ -39,6 +40,8 @@ const REAP_DEADLINE_MS: i32 = 5_000;
 pub(crate) const STATUS_MAX: usize = 4096;
 /// The status of a file helper that serves. No error is encoded as this (msgpack's nil).
 pub(crate) const SERVES: u8 = 0xc0;
+/// Comes with the master of a run's terminal. No error is encoded as this either.
+pub(crate) const TERMINAL: u8 = 0xc0;
 const NAME: &str = "dsec-launcher";
 
 /// One launcher process. Requests are served one after the other: for parallel creates hold several,
@@ -74,8 +77,17 @@ pub struct Target<'a> {
     pub policy: &'a RunPolicy,
 }
 
+/// What a sandbox was made of, for a helper that compares.
+#[derive(Debug)]
+pub struct Below<'a> {
+    /// Digests, the lowest first.
+    pub layers: &'a [String],
+    pub upper: &'a Upper,
+}
+
 /// A child of the caller's process. `status`: end of file = the program was exec'ed; otherwise a
-/// msgpack `LaunchError` (see [`read_status`]) and the process exits with 127.
+/// msgpack `LaunchError` (see [`read_status`]) and the process exits with 127. Of a run with a terminal
+/// it says before [`begin`] what [`read_terminal`] reads.
 ///
 /// The child gets ready, and executes the program only after [`begin`] on `gate`. When every copy of
 /// that is closed without it, nothing is executed: who has begun a program is decided in one place.
@@ -97,6 +109,8 @@ pub struct FilesPlan {
     pub cwd: ByteBuf,
     /// Said on its socket before it serves.
     pub greeting: ByteBuf,
+    /// It can tell what was changed.
+    pub diff: bool,
 }
 
 impl FilesPlan {
@@ -412,6 +426,7 @@ impl Launcher {
         &self,
         target: &Target<'_>,
         plan: &FilesPlan,
+        below: &Below<'_>,
         socket: BorrowedFd<'_>,
         cgroup: &RunFiles,
     ) -> Result<Entered> {
@@ -420,8 +435,13 @@ impl Launcher {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let null = rustix::fs::open("/dev/null", flags, Mode::empty()).step("files.null")?;
         let null = null.as_fd();
+        let lower = || Lower {
+            layers: below.layers.to_vec(),
+            upper: below.upper.tree(),
+        };
         let helper = Helper {
             greeting: plan.greeting.clone(),
+            lower: plan.diff.then(lower),
         };
         let stdio = [socket, null, null];
         self.enter_with(target, plan.as_run(), Some(helper), &stdio, cgroup)
@@ -435,14 +455,19 @@ impl Launcher {
         stdio: &[BorrowedFd<'_>],
         cgroup: &RunFiles,
     ) -> Result<Entered> {
-        let (status, theirs) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
+        // A pipe carries no descriptors.
+        let pair = match plan.tty {
+            Some(_) => seqpacket_pair(),
+            None => pipe_with(PipeFlags::CLOEXEC).map_err(Into::into),
+        };
+        let (status, theirs) = pair.step("enter.pipe")?;
         let (their_gate, gate) = pipe_with(PipeFlags::CLOEXEC).step("enter.pipe")?;
         let path = cgroup.cgroup().path();
         let request = Request::Enter {
             plan: Box::new(plan),
             policy: target.policy.clone(),
             entering: entering(&path),
-            helper,
+            helper: helper.map(Box::new),
         };
         let leaves = || [path.clone(), entering(&path)];
         let (first, more) = stdio.split_at(stdio.len().min(3));
@@ -501,6 +526,23 @@ pub fn read_status(status: BorrowedFd<'_>) -> Option<LaunchError> {
     }
     let parsed = rmp_serde::from_slice(&buffer[..length]);
     Some(parsed.unwrap_or_else(|_| LaunchError::new(Code::Internal, "an unreadable status")))
+}
+
+/// The master of a run's terminal, from a readable status descriptor.
+pub fn read_terminal(status: BorrowedFd<'_>) -> Result<OwnedFd> {
+    let mut buffer = [0u8; STATUS_MAX];
+    let died = || LaunchError::new(Code::Launch, "the program died before it had its terminal");
+    let mut message = recv_msg(status, &mut buffer, true).step("terminal.receive")?;
+    let said = &buffer[..message.len];
+    match message.fds.pop() {
+        Some(master) if said == [TERMINAL] => Ok(master),
+        // The node's descriptors ran out: what came was lost.
+        None if said == [TERMINAL] => {
+            let text = "no descriptors left for a terminal on this node";
+            Err(LaunchError::new(Code::Limit, text).with("resource", "descriptors"))
+        }
+        _ => Err(rmp_serde::from_slice(said).unwrap_or_else(|_| died().with("step", "terminal"))),
+    }
 }
 
 /// What a readable status descriptor of a file helper says: `None` = it serves.

@@ -68,6 +68,12 @@ pub(crate) fn check_name(field: &str, name: &str) -> Result<()> {
     Ok(())
 }
 
+fn in_chroot() -> LaunchError {
+    let text = "the runtime was started in a chroot, where it can make no mount namespace of its own; start it in a root \
+                that was entered by pivot_root, as containers and virtual machines have it";
+    LaunchError::new(Code::Unsupported, text).with("mechanism", "mount namespace")
+}
+
 /// Where the launcher finds a layer, in the pinned namespace.
 pub(crate) fn layer_path(digest: &str) -> String {
     format!("/layers/{digest}")
@@ -192,7 +198,12 @@ impl Pinned {
             return Err(LaunchError::new(Code::Conflict, text));
         }
         let mounted = erofs(Path::new(path))?;
-        self.mkdir(&at).step("layer.mkdir")?;
+        match self.mkdir(&at) {
+            // Whoever joins a mount namespace is at its root. Made in a chroot that is the one around it: the
+            // root of a chroot can be moved nowhere.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(in_chroot()),
+            made => made.step("layer.mkdir")?,
+        }
         self.write_source(digest, path)?;
         self.inside(|| attach_at(mounted.as_fd(), &at).step("layer.attach"))
     }

@@ -122,6 +122,13 @@ fn default_deadline_ms() -> u64 {
     30_000
 }
 
+/// Of a terminal, in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TtySize {
+    pub rows: u16,
+    pub cols: u16,
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunPlan {
     pub sandbox: String,
@@ -137,6 +144,9 @@ pub struct RunPlan {
     pub stdin: ByteBuf,
     #[serde(default)]
     pub stdin_open: bool,
+    /// It has a terminal, and one output.
+    #[serde(default)]
+    pub tty: Option<TtySize>,
     /// Descriptor 3 of the program is an output too.
     #[serde(default)]
     pub control: bool,
@@ -188,8 +198,21 @@ pub struct Usage {
     pub pids: u64,
     pub oom_kills: u64,
     pub pids_max_events: u64,
+    /// How long it was kept from running by its quota.
+    pub throttled_us: u64,
+    /// How often memory was short at its limit.
+    pub memory_max_events: u64,
+    pub pressure: Pressure,
     pub disk_bytes: u64,
     pub disk_inodes: u64,
+}
+
+/// How long some task of a sandbox waited for a resource; `None` where the kernel keeps no account of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pressure {
+    pub cpu_us: Option<u64>,
+    pub memory_us: Option<u64>,
+    pub io_us: Option<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

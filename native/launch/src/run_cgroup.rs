@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use crate::cgroup::SandboxCgroup;
-use crate::hierarchy::{children, flag, kill_tree, make, read, write};
+use crate::hierarchy::{children, flag, kill_tree, make, read, stuck, wait_empty, write};
 use crate::plan::{CgroupMode, Code, LaunchError, Result, Step};
 
 /// Memory that may stay charged to a group when it is used again: what the kernel charges ahead for
@@ -78,6 +78,11 @@ impl RunCgroup {
 
     pub fn populated(&self) -> Result<bool> {
         Ok(flag(&self.v2(), "populated").step("cgroup.events")? == Some(1))
+    }
+
+    /// Whether all that is left in it waits for a device.
+    pub fn stuck(&self) -> bool {
+        stuck(&self.v2())
     }
 
     /// `cgroup.events`; EPOLLPRI when it empties.
@@ -158,7 +163,8 @@ impl RunCgroup {
         Ok(())
     }
 
-    /// Kills what is in a fence, but for the run's process, which is moved out before.
+    /// Kills what is in a fence, but for the run's process, which is moved out before. Waits until all of it has
+    /// died, but not for ever: what waits for a device cannot.
     pub fn kill_fence(&self, number: u64, pid: Option<i32>) -> Result<()> {
         if let Some(pid) = pid {
             match write(&self.v2().join("cgroup.procs"), &pid.to_string()) {
@@ -167,7 +173,9 @@ impl RunCgroup {
                 other => other.step("cgroup.fence")?,
             }
         }
-        kill_tree(&self.at_fence(number))
+        let at = self.at_fence(number);
+        kill_tree(&at)?;
+        wait_empty(&at)
     }
 
     /// The newest there is; 0: none.

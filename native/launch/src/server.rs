@@ -19,6 +19,7 @@ use crate::init::{self, Hidden};
 use crate::layers::empty_namespace;
 use crate::mounting::{self, attach_at};
 use crate::plan::{Code, LaunchError, Result, SeccompSpec, Step};
+use crate::views;
 use crate::wire::{self, Home, Inbox, Reply, Request};
 
 /// Different filters kept compiled; a node has a handful.
@@ -268,13 +269,17 @@ impl Server {
             } => {
                 let fds = EnterFds::of(fds, plan.control).ok_or_else(bad)?;
                 let filter = self.filter(&policy.seccomp)?;
+                let lower = helper.as_ref().and_then(|helper| helper.lower.as_ref());
+                let views = lower.map(|of| views::make(self, of, fds.init.as_fd()));
+                let views = views.transpose()?;
                 let entry = Entry {
                     plan: &plan,
                     policy: &policy,
                     filter: &filter,
                     fds,
                     entering: &entering,
-                    helper: helper.as_ref(),
+                    helper: helper.as_deref(),
+                    views,
                     lowered: self.lowered,
                 };
                 *born = Some(enter::enter(self, &entry)?);

@@ -26,6 +26,9 @@ const SPARES_MAX: usize = 32;
 /// is of this order. It counts against the next sandbox's limit.
 const RESIDUE_MAX: u64 = 1 << 20;
 const CPU_PERIOD_US: u64 = 100_000;
+/// What memory and swap together may be above memory alone, without swap too: the limit of both is asked first, and
+/// newer kernels count only how often that of memory was met (`memory.memsw.failcnt` stays 0). One page, of any size.
+const SWAP_MIN: i64 = 64 << 10;
 /// v1 counts shares, of which a weight of 100 is this many.
 const SHARES_AT_100: u64 = 1024;
 
@@ -65,7 +68,7 @@ impl Values {
             both: if memory < 0 {
                 -1
             } else {
-                memory.saturating_add(swap)
+                memory.saturating_add(swap.max(SWAP_MIN))
             },
             quota: bytes(limits.cpu_milli * CPU_PERIOD_US / 1000),
             shares: match limits.cpu_weight {
@@ -226,5 +229,7 @@ fn as_new(at: &Groups<'_>) -> bool {
         && quiet(at.pids.join("pids.events")).unwrap_or(false)
         && number(&at.memory.join("memory.failcnt")) == 0
         && oom_kills(at.memory) == 0
+        // It cannot be set back, and would be told of the next sandbox.
+        && read(&at.cpu.join("cpu.stat")).is_ok_and(|stat| key(&stat, "throttled_time") == 0)
         && write(&at.memory.join("memory.max_usage_in_bytes"), "0").is_ok()
 }

@@ -26,8 +26,19 @@ pub const NETNS_REUSE: &str = "netns.reuse";
 pub const CGROUP_REUSE: &str = "cgroup.reuse";
 /// The file helper stays out of the sandbox's pid namespace; without it, it is a process among others there.
 pub const FILES_HIDDEN: &str = "files.hidden";
+/// The file helper is inside the sandbox, with the rights of its user; without it, it is root of the machine, outside,
+/// and puts the way to the sandbox's root before each path.
+pub const FILES_CONFINED: &str = "files.confined";
 /// What a run left behind and writes in small pieces is drained now and then; without it at each piece.
 pub const OUTPUT_REST: &str = "output.rest";
+/// What is killed is the whole tree of a run; without it its first process alone.
+pub const RUN_TREE: &str = "run.tree";
+/// A sandbox with many runs at once keeps a cgroup for each; without it for a few, and makes the others anew.
+pub const CGROUP_CROWD: &str = "cgroup.crowd";
+/// The pipe of a program that floods is made larger; without it, it stays as it was.
+pub const OUTPUT_WIDE: &str = "output.wide";
+/// What of a program's output stays readable is on the disk; without it in memory.
+pub const OUTPUT_DISK: &str = "output.disk";
 
 /// Every name.
 pub const NAMES: &[&str] = &[
@@ -41,7 +52,12 @@ pub const NAMES: &[&str] = &[
     NETNS_REUSE,
     CGROUP_REUSE,
     FILES_HIDDEN,
+    FILES_CONFINED,
     OUTPUT_REST,
+    RUN_TREE,
+    OUTPUT_DISK,
+    CGROUP_CROWD,
+    OUTPUT_WIDE,
 ];
 
 static OFF: OnceLock<String> = OnceLock::new();

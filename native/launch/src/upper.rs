@@ -1,5 +1,6 @@
 //! Writable parts with an exact limit.
 
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
@@ -34,6 +35,8 @@ const LAST_SUBVOLUME: u64 = (1 << 48) - 1;
 pub(crate) const BTRFS_AT: &str = "/upper-btrfs";
 const PROJECT_AT: &str = "/upper-project";
 const MOUNTS_AT: &str = "/uppers";
+/// What an overlay needs of a writable part, and the modes.
+const PAIR: [(&str, u32); 2] = [("upper", 0o755), ("work", 0o700)];
 
 /// Before 6.7 the kernel knows only quota groups, which are not exact.
 fn no_quota(error: io::Error) -> LaunchError {
@@ -268,10 +271,7 @@ impl Uppers {
                 .inside(|| mount::detach(&target).step("upper.unmount"))?;
         }
         self.pinned.rmdir(&at).step("upper.rmdir")?;
-        match fs::remove_file(self.image(&upper.id)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other.step("upper.unlink"),
-        }
+        unless_missing(fs::remove_file(self.image(&upper.id))).step("upper.unlink")
     }
 
     /// The shared file system, one that can be written.
@@ -321,10 +321,7 @@ impl Uppers {
         // Its number may be that of the next one.
         *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = None;
         *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        match fs::remove_file(self.state_dir.join("upper.btrfs")) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other.step("upper.unlink"),
-        }
+        unless_missing(fs::remove_file(self.state_dir.join("upper.btrfs"))).step("upper.unlink")
     }
 
     fn mount_btrfs(&self) -> Result<()> {
@@ -462,13 +459,14 @@ impl Uppers {
         pair(&inside)
     }
 
+    /// With the lock held: nobody takes the same, and no directory goes while they are looked at.
     fn free_project(&self) -> Result<u32> {
         let home = self.state_dir.join("upper.project");
-        let mut used = Vec::new();
+        let mut used = HashSet::new();
         for entry in fs::read_dir(home).step("upper.list")? {
             let path = entry.step("upper.list")?.path();
             let directory = File::open(path).step("upper.list")?;
-            used.push(quota::project(directory.as_fd()).step("upper.project")?);
+            used.insert(quota::project(directory.as_fd()).step("upper.project")?);
         }
         let mut all = FIRST_PROJECT..FIRST_PROJECT + PROJECTS;
         all.find(|project| !used.contains(project))
@@ -482,12 +480,16 @@ impl Uppers {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             other => other.step("upper.open")?,
         };
+        for inner in PAIR {
+            unless_missing(fs::remove_dir_all(at.join(inner.0))).step("upper.remove")?;
+        }
+        // The directory is what holds the project: its limits go first, and both while nobody else takes it.
+        let _lock = self.pinned.lock()?;
         let project = quota::project(directory.as_fd()).step("upper.project")?;
-        fs::remove_dir_all(&at).step("upper.remove")?;
-        if project >= FIRST_PROJECT {
+        if project >= FIRST_PROJECT && at.exists() {
             quota::set_limits(directory.as_fd(), project, 0, 0).step("upper.limit")?;
         }
-        Ok(())
+        unless_missing(fs::remove_dir_all(&at)).step("upper.remove")
     }
 }
 
@@ -499,9 +501,16 @@ fn name(upper: &Upper) -> Result<CString> {
     cstring(upper.id.as_str()).step("upper.name")
 }
 
+fn unless_missing(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
 /// `upper` is what the sandbox sees as `/`: its mode must not depend on our umask.
 fn pair(tree: &OwnedFd) -> Result<()> {
-    for (name, mode) in [("upper", 0o755), ("work", 0o700)] {
+    for (name, mode) in PAIR {
         mkdirat(tree, name, Mode::from_raw_mode(mode)).step("upper.pair")?;
         let flags = rustix::fs::AtFlags::empty();
         rustix::fs::chmodat(tree, name, Mode::from_raw_mode(mode), flags).step("upper.pair")?;

@@ -46,7 +46,7 @@ pub(crate) enum Request {
         plan: Box<RunPlan>,
         policy: RunPolicy,
         entering: String,
-        helper: Option<Helper>,
+        helper: Option<Box<Helper>>,
     },
 }
 
@@ -55,6 +55,17 @@ pub(crate) enum Request {
 pub(crate) struct Helper {
     /// What it says on its socket before it serves.
     pub greeting: ByteBuf,
+    /// What it can compare with; none: it cannot.
+    pub lower: Option<Lower>,
+}
+
+/// What a sandbox was made of.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Lower {
+    /// Digests, the lowest first.
+    pub layers: Vec<String>,
+    /// The directory with `upper` and `work`, in the pinned namespace.
+    pub upper: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

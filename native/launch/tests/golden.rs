@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use dsec_launch::plan::{
-    CgroupMode, CgroupProbe, Code, ErofsWay, IdmapProbe, LaunchError, Probe, RunPlan, SandboxPlan,
-    UpperKind, Usage,
+    CgroupMode, CgroupProbe, Code, ErofsWay, IdmapProbe, LaunchError, Pressure, Probe, RunPlan,
+    SandboxPlan, UpperKind, Usage,
 };
 
 fn vectors() -> BTreeMap<String, Vec<u8>> {
@@ -126,6 +126,13 @@ fn answers_are_written_as_the_client_reads_them() {
         pids: 7,
         oom_kills: 8,
         pids_max_events: 9,
+        throttled_us: 12,
+        memory_max_events: 13,
+        pressure: Pressure {
+            cpu_us: Some(14),
+            memory_us: Some(0),
+            io_us: None,
+        },
         disk_bytes: 10,
         disk_inodes: 11,
     };

@@ -159,8 +159,8 @@ fn the_probe_finds_what_is_used_and_leaves_nothing() {
 #[test]
 fn every_failpoint_leaves_nothing() {
     require!();
-    // Those of a run are passed by a run; some are in this process and have their own test.
-    let own = ["assembly.", "spare.", BESIDE];
+    // Those of a run are passed by a run. What is in this process, for a file helper or for a terminal has its own test.
+    let own = ["assembly.", "spare.", "views.", "enter.terminal", BESIDE];
     let here = |name: &str| own.iter().any(|start| name.starts_with(start));
     let names = failpoint::NAMES.iter().filter(|name| !here(name));
     for name in names {
@@ -279,8 +279,11 @@ fn serves_again(use_it: impl FnOnce() -> Option<UnixListener> + Send) -> bool {
         });
         inside.join().expect("used")
     });
+    // A pool that has filled up meanwhile would have no room for it.
+    let take = || pool.take().expect("one");
+    let mut taken: Vec<OwnedFd> = (0..SIZE / 2).map(|_| take()).collect();
     pool.give_back(netns);
-    let taken: Vec<OwnedFd> = (0..2 * SIZE).map(|_| pool.take().expect("one")).collect();
+    taken.extend((0..2 * SIZE).map(|_| take()));
     drop(socket);
     taken.iter().any(|one| number(one) == number(&held))
 }
@@ -395,6 +398,42 @@ fn quota_groups_of_removed_uppers_go() {
         std::thread::sleep(std::time::Duration::from_millis(500));
         node.create(&wish).expect("created").stop();
     }
+}
+
+/// Whoever removed one took the limit of the next that had got the same project, and what was removed while a free
+/// project was looked for ended the creation that looked.
+#[test]
+fn projects_are_taken_and_given_back_side_by_side() {
+    require!();
+    if !has(UpperKind::Prjquota) {
+        println!("skipped: no project quotas here");
+        return;
+    }
+    let node = Node::new();
+    let uppers = &node.assembly().uppers;
+    let home = node.config.state_dir.join("upper.project");
+    let rounds = if kit::pace::in_guest() { 8 } else { 200 };
+    let mut spec = plan("a").upper;
+    (spec.kind, spec.bytes, spec.inodes) = (UpperKind::Prjquota, MIB, 100);
+    let work = |worker: usize| {
+        for round in 0..rounds {
+            let id = format!("w{worker}-{round}");
+            let upper = uppers.create(&id, &spec).expect("created");
+            thread::yield_now();
+            let tree = std::fs::File::open(home.join(&id)).expect("there");
+            let project = dsec_sys::quota::project(tree.as_fd()).expect("a project");
+            let limits = dsec_sys::quota::limits(tree.as_fd(), project).expect("limits");
+            assert_eq!(limits, (MIB, 100), "{id}, project {project}");
+            uppers.remove(&upper).expect("removed");
+        }
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..4).map(|n| scope.spawn(move || work(n))).collect();
+        for worker in workers {
+            worker.join().expect("a worker");
+        }
+    });
+    assert_eq!(uppers.list().expect("a list"), []);
 }
 
 /// As btrfs makes itself when the disk below has no room for what it must write.

@@ -83,6 +83,10 @@ pub trait Place: Send + Sync {
     fn processes(&self, uid_base: u32) -> Result<(Vec<Process>, bool)>;
     /// SIGKILL to everything. Never waits: the event loop calls it.
     fn kill(&self) -> Result<()>;
+    /// Whether a process is in it that has not died yet. Never waits.
+    fn populated(&self) -> Result<bool>;
+    /// EPOLLPRI when it empties.
+    fn events(&self) -> Result<OwnedFd>;
     fn usage(&self) -> Result<Usage>;
     /// Processes of it that were killed for want of memory.
     fn oom_kills(&self) -> u64;
@@ -97,6 +101,10 @@ pub trait Place: Send + Sync {
 pub trait Leaf: Send + Sync {
     fn kill(&self) -> Result<()>;
     fn count(&self) -> Result<u64>;
+    /// Whether a process is in it that has not died yet.
+    fn populated(&self) -> Result<bool>;
+    /// Whether all that is left in it waits for a device.
+    fn stuck(&self) -> bool;
     /// EPOLLPRI when it empties.
     fn events(&self) -> Result<OwnedFd>;
     /// Since the leaf was made; `memory_peak_bytes` since it was last made ready.
@@ -107,7 +115,7 @@ pub trait Leaf: Send + Sync {
     fn remove(&self) -> Result<()>;
     /// Makes a fence and moves the run's process into it. May wait.
     fn fence(&self, number: u64, process: BorrowedFd<'_>, pid: i32) -> Result<()>;
-    /// Kills what is in the newest fence, but for the run's process. May wait.
+    /// Kills what is in the newest fence, but for the run's process, and waits until it is gone, within reason.
     fn kill_fence(&self, number: u64, process: Option<(BorrowedFd<'_>, i32)>) -> Result<()>;
     /// For the implementation to find its own type again.
     fn as_any(&self) -> &dyn std::any::Any;

@@ -7,6 +7,7 @@ mod keeper;
 mod kproto;
 mod log;
 mod marks;
+mod outframe;
 mod proto;
 mod real;
 mod record;

@@ -2,7 +2,7 @@
 
 use dsec_launch::plan::Code;
 use dsec_launch::processes::Process;
-use dsec_launch::{LaunchError, RunPlan, SandboxPlan};
+use dsec_launch::{check, LaunchError, RunPlan, SandboxPlan};
 use serde::de::{DeserializeOwned, Error, IgnoredAny};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_bytes::ByteBuf;
@@ -14,12 +14,13 @@ pub const PROTOCOL: u32 = 1;
 pub const MAX_FRAME: usize = 8 << 20;
 /// Kept output of one stream: both streams of a result, head and tail, fit one frame.
 pub const MAX_CAPTURE: u64 = 3 << 20;
-/// Data of one `out` event.
-pub const OUT_CHUNK: usize = 64 << 10;
+/// Data of one `out` event: whatever passes one on pays by the event, not by the byte. Longer ones leave the caches
+/// between one copy and the next.
+pub const OUT_CHUNK: usize = 256 << 10;
 /// One `run.read`.
 pub const MAX_READ: u64 = 1 << 20;
 /// Newest bytes of one stream that can be kept readable.
-pub const MAX_SPOOL: u64 = 16 << 20;
+pub const MAX_SPOOL: u64 = 1 << 30;
 /// Longest sandbox id.
 pub const MAX_SANDBOX_ID: usize = 64;
 /// Longest run id.
@@ -136,6 +137,8 @@ pub struct Kept {
     pub o: u64,
     pub d: ByteBuf,
     pub total: u64,
+    /// Where what is kept from `o` on ends, if it goes on after a gap.
+    pub gap: Option<u64>,
     pub state: &'static str,
 }
 /// How much of an open standard input was received, and whether more is of any use.
@@ -151,10 +154,19 @@ pub struct RunStatus {
     pub pid: Option<i32>,
     pub usage: StatusUsage,
     pub limits_hit: Vec<String>,
+    pub met: Met,
     pub totals: [u64; 3],
     pub input: Fed,
     /// The newest; 0: none.
     pub fence: u64,
+}
+/// How often a run has met a limit since it began.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Met {
+    /// Processes that were killed.
+    pub memory: u64,
+    /// Forks that were refused, of its whole sandbox.
+    pub pids: u64,
 }
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct StatusUsage {
@@ -194,6 +206,8 @@ pub struct FilesArgs {
     pub user: String,
     #[serde(default = "slash")]
     pub cwd: ByteBuf,
+    #[serde(default)]
+    pub diff: bool,
 }
 #[derive(Debug, Deserialize)]
 pub struct ShutdownArgs {
@@ -395,6 +409,7 @@ pub fn check_run(plan: &RunPlan) -> Result<(), LaunchError> {
             format!("head_bytes and tail_bytes together are at most {MAX_CAPTURE}"),
         ));
     }
+    check::terminal(plan)?;
     if plan.stdin.len() > MAX_STDIN {
         return Err(too_long("stdin", MAX_STDIN));
     }
@@ -509,6 +524,7 @@ mod tests {
             user: "root".into(),
             stdin: ByteBuf::new(),
             stdin_open: false,
+            tty: None,
             control: false,
             timeout_ms: 0,
             head_bytes: 0,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use dsec_launch::assembly::Assembly;
 use dsec_launch::cgroup::{RunCgroup, RunFiles, RunUsage, SandboxCgroup};
-use dsec_launch::launcher::{Entered, FilesPlan, Launcher, Target};
+use dsec_launch::launcher::{Below, Entered, FilesPlan, Launcher, Target};
 use dsec_launch::layers::Layer;
 use dsec_launch::plan::Code;
 use dsec_launch::processes::Process;
@@ -47,6 +47,8 @@ struct RealPlace {
     cgroup: SandboxCgroup,
     upper: Upper,
     policy: RunPolicy,
+    /// Digests, the lowest first.
+    layers: Vec<String>,
 }
 
 /// A group that was killed once serves nobody any more: the kernel (6.18) kills whatever is cloned into
@@ -172,6 +174,7 @@ impl Backend for Real {
                 cgroup: made.cgroup,
                 upper: made.upper,
                 policy: RunPolicy::of(plan),
+                layers: plan.layers.clone(),
             }),
         })
     }
@@ -187,6 +190,7 @@ impl Backend for Real {
             cgroup: self.shared.assembly.cgroups.leftover(&record.id),
             upper,
             policy: record.policy.clone(),
+            layers: record.layers.clone(),
         }))
     }
 
@@ -334,7 +338,11 @@ impl Place for RealPlace {
         // Opened for this alone: a helper has nothing that is read while it lives.
         let files = RunFiles::open(&own(leaf)?.cgroup)?;
         let launcher = self.shared.pick(&self.shared.enterers);
-        launcher.enter_files(&self.target(init), plan, socket, &files)
+        let below = Below {
+            layers: &self.layers,
+            upper: &self.upper,
+        };
+        launcher.enter_files(&self.target(init), plan, &below, socket, &files)
     }
 
     fn processes(&self, uid_base: u32) -> Result<(Vec<Process>, bool)> {
@@ -343,6 +351,14 @@ impl Place for RealPlace {
 
     fn kill(&self) -> Result<()> {
         self.cgroup.kill()
+    }
+
+    fn populated(&self) -> Result<bool> {
+        self.cgroup.populated()
+    }
+
+    fn events(&self) -> Result<OwnedFd> {
+        self.cgroup.events()
     }
 
     fn usage(&self) -> Result<Usage> {
@@ -378,6 +394,14 @@ impl Leaf for RealLeaf {
         let own = self.files()?.count()?;
         let fenced = self.fenced.load(Ordering::Relaxed);
         Ok(own + if fenced { self.cgroup.fenced()? } else { 0 })
+    }
+
+    fn populated(&self) -> Result<bool> {
+        self.cgroup.populated()
+    }
+
+    fn stuck(&self) -> bool {
+        self.cgroup.stuck()
     }
 
     fn events(&self) -> Result<OwnedFd> {

@@ -37,6 +37,23 @@ pub struct Exit {
     pub reason: String,
 }
 
+/// That a sandbox is being ended, and what of its `Exit` nobody can find out afterwards.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ending {
+    pub reason: String,
+    /// Of an init that ended by itself.
+    #[serde(default)]
+    pub code: Option<i32>,
+    #[serde(default)]
+    pub signal: Option<i32>,
+    /// The counters are gone when it has ended.
+    #[serde(default)]
+    pub oom: bool,
+    /// Its programs have until then, by the monotonic clock.
+    #[serde(default)]
+    pub until_ns: u64,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub version: u32,
@@ -57,6 +74,8 @@ pub struct Record {
     pub started_ns: u64,
     #[serde(default)]
     pub cgroup_id: u64,
+    #[serde(default)]
+    pub ending: Option<Ending>,
     #[serde(default)]
     pub exit: Option<Exit>,
     #[serde(default)]
@@ -146,6 +165,7 @@ mod tests {
             init_start: 2,
             started_ns: 3,
             cgroup_id: 4,
+            ending: None,
             exit: None,
             ended_ns: 0,
         };
@@ -153,8 +173,16 @@ mod tests {
         fs::write(dir.join("ns/sbx/broken"), b"\xc1").unwrap();
         fs::write(dir.join("ns/sbx/b.tmp~"), b"half").unwrap();
         let (good, bad) = records.load().unwrap();
-        assert_eq!(good, [record]);
+        assert_eq!(good, std::slice::from_ref(&record));
         assert_eq!(bad, ["broken"]);
         fs::remove_dir_all(&dir).unwrap();
+
+        // As it was before it told of its ending.
+        let mut old = rmp_serde::to_vec_named(&record).unwrap();
+        let field = b"\xa6ending\xc0";
+        let at = old.windows(field.len()).position(|w| w == field).unwrap();
+        old.drain(at..at + field.len());
+        old[0] -= 1;
+        assert_eq!(rmp_serde::from_slice::<Record>(&old).unwrap(), record);
     }
 }

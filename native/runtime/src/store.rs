@@ -33,15 +33,19 @@ impl Store {
     pub fn put(&mut self, put: Put, fds: Vec<OwnedFd>) -> Result<(), Refused> {
         let entry = self.entries.get(&put.key);
         let old_meta = entry.map_or(0, |e| e.meta.len());
-        let old_fds = entry.map_or(0, |e| e.fds.len());
+        // Counted by name: what is closed need not be there, and what is added may replace.
+        let kept = entry.map_or(0, |e| e.fds.iter().filter(|f| stays(&f.0, &put)).count());
         if entry.is_none() && self.entries.len() >= MAX_ENTRIES {
             return Err(Refused("entries"));
         }
         if put.add.len() != fds.len() {
             return Err(Refused("descriptors were lost"));
         }
-        if (old_fds + fds.len()).saturating_sub(put.close.len()) > MAX_ENTRY_FDS {
+        if kept + fds.len() > MAX_ENTRY_FDS {
             return Err(Refused("descriptors of one entry"));
+        }
+        if put.add.iter().collect::<BTreeSet<_>>().len() != put.add.len() {
+            return Err(Refused("descriptors of one name"));
         }
         let new_meta = put.meta.as_ref().map_or(old_meta, |m| m.len());
         if self.meta_total - old_meta + new_meta > MAX_META_TOTAL {
@@ -49,20 +53,18 @@ impl Store {
         }
         self.meta_total = self.meta_total - old_meta + new_meta;
         let entry = self.entries.entry(put.key.clone()).or_default();
+        entry.fds.retain(|(name, _)| stays(name, &put));
         if let Some(meta) = put.meta {
             entry.meta = meta;
         }
         if let Some(pid) = put.pid {
             if let Some(old) = entry.pid.replace(pid) {
-                self.by_pid.remove(&old);
+                forget_pid(&mut self.by_pid, old, &put.key);
             }
             entry.ending = None;
             self.untold.remove(&put.key);
             self.by_pid.insert(pid, put.key);
         }
-        entry
-            .fds
-            .retain(|(name, _)| !put.close.contains(name) && !put.add.contains(name));
         entry.fds.extend(put.add.into_iter().zip(fds));
         Ok(())
     }
@@ -72,9 +74,7 @@ impl Store {
             self.meta_total -= entry.meta.len();
             self.untold.remove(key);
             if let Some(pid) = entry.pid {
-                if self.by_pid.get(&pid).is_some_and(|k| k == key) {
-                    self.by_pid.remove(&pid);
-                }
+                forget_pid(&mut self.by_pid, pid, key);
             }
         }
     }
@@ -118,6 +118,18 @@ impl Store {
     }
 }
 
+/// Whether a descriptor of an entry is still there after a change.
+fn stays(name: &String, put: &Put) -> bool {
+    !put.close.contains(name) && !put.add.contains(name)
+}
+
+/// The process of an entry is no longer waited for. After its ending the number may be another entry's.
+fn forget_pid(by_pid: &mut HashMap<i32, String>, pid: i32, key: &str) {
+    if by_pid.get(&pid).is_some_and(|k| k == key) {
+        by_pid.remove(&pid);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,6 +169,62 @@ mod tests {
         store.put(p, vec![fd()]).unwrap();
         let names: Vec<_> = store.get("a").unwrap().fds.iter().map(|f| &f.0).collect();
         assert_eq!(names, ["x"]);
+    }
+
+    fn with(key: &str, add: &[String], close: &[&str]) -> (Put, Vec<OwnedFd>) {
+        let mut p = put(key);
+        p.add = add.to_vec();
+        p.close = close.iter().map(|name| (*name).to_owned()).collect();
+        (p, add.iter().map(|_| fd()).collect())
+    }
+
+    fn numbered(from: usize, count: usize) -> Vec<String> {
+        (from..from + count).map(|n| n.to_string()).collect()
+    }
+
+    #[test]
+    fn no_names_make_room_for_more_descriptors_than_an_entry_may_have() {
+        let mut store = Store::default();
+        let (p, fds) = with("a", &numbered(0, MAX_ENTRY_FDS), &[]);
+        store.put(p, fds).unwrap();
+        let one_more = numbered(MAX_ENTRY_FDS, 1);
+        let full = Err(Refused("descriptors of one entry"));
+        for close in [&[][..], &["none", "such"], &["none", "none"]] {
+            let (p, fds) = with("a", &one_more, close);
+            assert_eq!(store.put(p, fds), full, "{close:?}");
+            assert_eq!(store.get("a").unwrap().fds.len(), MAX_ENTRY_FDS);
+        }
+        let (p, fds) = with("a", &numbered(MAX_ENTRY_FDS, 2), &["0", "0"]);
+        assert_eq!(store.put(p, fds), full, "one name is one descriptor");
+        let (p, fds) = with("a", &one_more, &["0"]);
+        store.put(p, fds).unwrap();
+        let (p, fds) = with("a", &numbered(1, MAX_ENTRY_FDS), &[]);
+        store.put(p, fds).unwrap();
+        assert_eq!(store.get("a").unwrap().fds.len(), MAX_ENTRY_FDS);
+    }
+
+    #[test]
+    fn two_descriptors_of_one_name_are_refused() {
+        let mut store = Store::default();
+        let (p, fds) = with("a", &["x".to_owned(), "x".to_owned()], &[]);
+        assert_eq!(store.put(p, fds), Err(Refused("descriptors of one name")));
+        assert!(store.get("a").is_none());
+    }
+
+    #[test]
+    fn a_number_that_was_used_again_belongs_to_its_new_entry() {
+        let mut store = Store::default();
+        for (key, pid) in [("first", 42), ("second", 42), ("first", 43)] {
+            let mut p = put(key);
+            p.pid = Some(pid);
+            store.put(p, vec![]).unwrap();
+            if key == "first" && pid == 42 {
+                assert!(store.ended(42, fallen(0)));
+            }
+        }
+        assert!(store.ended(42, fallen(7)));
+        let told = store.get("second").unwrap().ending.unwrap();
+        assert_eq!(told.code, Some(7));
     }
 
     #[test]

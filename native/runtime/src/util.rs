@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -20,6 +21,46 @@ pub fn monotonic_ns() -> u64 {
 pub fn realtime_ns() -> u64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
     u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0)
+}
+
+/// Fills the buffer from a place in a file.
+pub fn read_exact_at(file: BorrowedFd<'_>, mut buffer: &mut [u8], mut at: u64) -> io::Result<()> {
+    while !buffer.is_empty() {
+        let n = rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut *buffer, at))?;
+        if n == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        buffer = &mut buffer[n..];
+        at += n as u64;
+    }
+    Ok(())
+}
+
+/// `len` bytes of a file behind what a buffer has, which keeps its length if they are not there.
+pub fn append_exact_at(
+    file: BorrowedFd<'_>,
+    out: &mut Vec<u8>,
+    len: usize,
+    mut at: u64,
+) -> io::Result<()> {
+    let start = out.len();
+    out.reserve(len);
+    while out.len() < start + len {
+        // May be longer than asked for: a buffer has the room it has.
+        let room = rustix::buffer::spare_capacity(out);
+        match rustix::io::pread(file, room, at) {
+            Ok(n) if n > 0 => at += n as u64,
+            Err(rustix::io::Errno::INTR) => {}
+            end => {
+                out.truncate(start);
+                return Err(end
+                    .err()
+                    .map_or(io::ErrorKind::UnexpectedEof.into(), Into::into));
+            }
+        }
+    }
+    out.truncate(start + len);
+    Ok(())
 }
 
 /// Start time of a process (field 22 of its stat), `None` when there is none. With the pid it names a

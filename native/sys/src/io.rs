@@ -133,6 +133,22 @@ pub fn punch_hole(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()>
     )?)
 }
 
+/// An error if anything that was written to a file was lost on its way to the disk: told once of each loss, by
+/// whatever asks first through any copy of the descriptor. Waits for what of the range is on its way.
+pub fn written_back(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()> {
+    let out_of_range = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let offset = i64::try_from(offset).map_err(out_of_range)?;
+    let len = i64::try_from(len).map_err(out_of_range)?;
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE;
+    // SAFETY: no memory is involved.
+    let rc = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
+    if rc == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// How a child ended, and what it used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ending {

@@ -12,6 +12,7 @@ pub mod net;
 pub mod process;
 pub mod quota;
 pub mod seccomp;
+pub mod terminal;
 
 /// Turns the -1/errno convention into a `Result`.
 pub(crate) fn check(result: libc::c_long) -> std::io::Result<libc::c_long> {

@@ -113,6 +113,22 @@ pub fn net_namespace(pidfd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
+/// `PIDFD_GET_USER_NAMESPACE` of linux/pidfd.h (6.11).
+const PIDFD_GET_USER_NAMESPACE: u64 = 0xff09;
+
+/// The user namespace of a live process.
+pub fn user_namespace(pidfd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    // SAFETY: the request takes no argument and returns a new descriptor, which is ours.
+    unsafe {
+        let fd = check_int(libc::ioctl(
+            pidfd.as_raw_fd(),
+            PIDFD_GET_USER_NAMESPACE as _,
+            0,
+        ))?;
+        Ok(OwnedFd::from_raw_fd(fd))
+    }
+}
+
 /// Moves this thread into new namespaces. With `NEW_USER` only for single-threaded processes.
 pub fn unshare(which: u64) -> io::Result<()> {
     // SAFETY: no memory is passed; CLONE_FILES, which could surprise other code, is not offered.

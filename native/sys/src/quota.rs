@@ -103,7 +103,16 @@ pub fn set_limits(fs: BorrowedFd<'_>, project: u32, bytes: u64, inodes: u64) -> 
 
 /// Bytes and inodes in use by a project.
 pub fn usage(fs: BorrowedFd<'_>, project: u32) -> io::Result<(u64, u64)> {
+    quota(fs, project).map(|block| (block.space, block.inodes))
+}
+
+/// Hard limits of a project as the kernel has them, bytes and inodes; 0 = none.
+pub fn limits(fs: BorrowedFd<'_>, project: u32) -> io::Result<(u64, u64)> {
+    quota(fs, project).map(|block| (block.hard_blocks * BLOCK, block.hard_inodes))
+}
+
+fn quota(fs: BorrowedFd<'_>, project: u32) -> io::Result<Dqblk> {
     let mut block = Dqblk::default();
     quotactl(fs, Q_GETQUOTA, project, &mut block)?;
-    Ok((block.space, block.inodes))
+    Ok(block)
 }

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dsec.model import limits
-from dsec.model.files import Entry, FileEvent, Listing, TreeReport
+from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, Listing, TreeReport, Written
 from dsec.model.processes import InputState, OutputPiece, Process, Terminal
 from dsec.model.states import Capabilities, EndReason, RunOutcome, Usage
 
@@ -105,11 +105,15 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A program as it is now; usage and limits since its start. `totals`: bytes of each output so far."""
+    """A program as it is now; usage and limits since its start. `totals`: bytes of each output so far.
+
+    `met`: of limits that are counted, how often each was met, while it runs.
+    """
 
     ended: bool
     usage: Usage
     limits_hit: tuple[str, ...] = ()
+    met: dict[str, int] = {}
     totals: tuple[int, ...] = (0, 0)
     input: InputState | None = None
 
@@ -176,7 +180,7 @@ class Files(Protocol):
 
     async def write(
         self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool, exclusive: bool
-    ) -> Entry:
+    ) -> Written:
         """The whole content of a file: there at once, or the old one stays."""
         ...
 
@@ -194,6 +198,18 @@ class Files(Protocol):
 
     async def watch(self, path: bytes, *, recursive: bool, sink: Callable[[FileEvent | None], Awaitable[None]]) -> str:
         """Changes as they happen; None first, once nothing is missed. Returns when what is watched is gone."""
+        ...
+
+    async def diff(
+        self, path: bytes, *, limit: int | None, sink: Callable[[tuple[FileChange, ...]], Awaitable[None]]
+    ) -> DiffReport:
+        """What at a path and below is not as it was in the layers, some at a time, a directory before what is in it.
+
+        For what was opened with `diff`. Each path once, by what it is and was, whatever happened in between: what was
+        made and removed again is none, nor is what was changed back. Of a directory its time does not count. No link
+        is followed, at the path neither (FileError: ELOOP); what is mounted inside is left out (at the path: EXDEV).
+        FileNotFound: there is nothing at the path and was nothing.
+        """
         ...
 
 
@@ -223,7 +239,10 @@ class Guest(Protocol):
         ...
 
     async def kill(self, process_id: str, signal: int | None = None) -> None:
-        """Send a signal to its process; without one, kill its whole tree at once. After its end: nothing happens."""
+        """Send a signal to its process; without one, kill its whole tree at once.
+
+        After its end a signal does nothing; without one, what it has left behind is killed.
+        """
         ...
 
     async def write_stdin(self, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
@@ -266,8 +285,8 @@ class Guest(Protocol):
         """Free the kept result; idempotent. Conflict: it is still running."""
         ...
 
-    async def files(self, *, user: str, cwd: str) -> Files:
-        """Its files. ProgramNotStarted: it has no such user."""
+    async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:
+        """Its files; with `diff` also to compare them. ProgramNotStarted: it has no such user."""
         ...
 
     def discard(self, process_id: str) -> None:

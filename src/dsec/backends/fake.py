@@ -313,7 +313,7 @@ class FakeGuest:
             raise Conflict(f"process {process_id} is still running; kill it or wait for it first")
         self.discard(process_id)
 
-    async def files(self, *, user: str, cwd: str) -> Files:
+    async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:
         await self._visit("files")
         if (error := check_user(user)) is not None:
             raise error

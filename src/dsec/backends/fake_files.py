@@ -15,15 +15,41 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from dsec.backends.base import DataSink, Piece
 from dsec.backends.fake_programs import USERS
-from dsec.model.errors import DsecError, FileError, FileExists, FileNotFound, IsADirectory, NoSpace, ProgramNotStarted
-from dsec.model.files import Entry, FileEvent, FileType, Listing, Skipped, SkippedEntry, TreeReport, shown
-from dsec.model.limits import KIB
+from dsec.model.errors import (
+    DsecError,
+    FileError,
+    FileExists,
+    FileNotFound,
+    InvalidSpec,
+    IsADirectory,
+    NoSpace,
+    ProgramNotStarted,
+)
+from dsec.model.files import (
+    DiffReport,
+    Entry,
+    FileChange,
+    FileEvent,
+    FileType,
+    Listing,
+    Skipped,
+    SkippedEntry,
+    TreeReport,
+    Written,
+    shown,
+)
+from dsec.model.limits import DIFF_MAX, KIB
 
 NAME_MAX: Final = 255
 LIST_DEFAULT: Final = 1000
 PIECE_BYTES: Final = 256 * KIB
+# As if something were mounted there.
+MOUNTS: Final = (b"/dev", b"/proc", b"/sys")
+CHANGES_AT_ONCE: Final = 256
 
 
 @dataclass
@@ -47,6 +73,23 @@ class Tree:
     size_max: int
     nodes: dict[bytes, Node] = field(default_factory=dict)
     watchers: list[asyncio.Queue[FileEvent]] = field(default_factory=list)
+    before: dict[bytes, Node] = field(default_factory=dict)  # its layers
+
+    def __post_init__(self) -> None:
+        self.before = {one.encode(): Node("directory", 0o755) for one in self.directories}
+
+    def changes(self, where: bytes) -> Iterator[FileChange]:
+        """What at a path and below is not as in the layers."""
+        known = {*self.nodes, *(text.encode("utf-8", "surrogateescape") for text in self.directories)}
+        for path in sorted(known | self.before.keys()):
+            if path != where and not path.startswith(where.rstrip(b"/") + b"/"):
+                continue
+            if any(path == mount or path.startswith(mount + b"/") for mount in MOUNTS):
+                continue
+            now, before = self.find(path, "diff") if path in known else None, self.before.get(path)
+            change = _change(path, before, now)
+            if change is not None:
+                yield change
 
     def find(self, path: bytes, doing: str) -> Node:
         """What is at an absolute path. Raises FileNotFound, and FileError below what is no directory."""
@@ -118,9 +161,19 @@ class FakeFiles:
         full = posixpath.normpath(posixpath.join(self._cwd, path))
         if not path:
             raise refused(FileNotFound, "find", path, errno.ENOENT)
+        if path.endswith(b"/") and (there := self._there(full)) is not None and there.type != "directory":
+            raise refused(FileError, "find", full, errno.ENOTDIR)
         if any(len(part) > NAME_MAX for part in full.split(b"/")):
             raise refused(FileError, "find", path, errno.ENAMETOOLONG)
         return b"/" + full.lstrip(b"/")
+
+    def _path_of_file(self, path: bytes, doing: str) -> bytes:
+        if not path.endswith(b"/"):
+            return self._path(path)
+        above = posixpath.dirname(self._path(path.rstrip(b"/") or b"/"))
+        if self._tree.find(above, doing).type != "directory":
+            raise refused(FileError, doing, path, errno.ENOTDIR)
+        raise refused(IsADirectory, doing, path, errno.EISDIR)
 
     def _entry(self, path: bytes) -> Entry:
         node = self._tree.find(path, "stat")
@@ -175,6 +228,8 @@ class FakeFiles:
     async def remove(self, path: bytes, *, recursive: bool) -> None:
         await self._visit()
         where = self._path(path)
+        if where == b"/":
+            raise refused(FileError, "remove", where, errno.EBUSY)
         self._tree.find(where, "remove")
         below = self._tree.below(where)
         if below and not recursive:
@@ -185,8 +240,15 @@ class FakeFiles:
     async def move(self, source: bytes, target: bytes, *, replace: bool) -> None:
         await self._visit()
         from_, to = self._path(source), self._path(target)
-        self._tree.find(from_, "move")
+        for where in (from_, to):
+            if where == b"/":
+                raise refused(FileError, "move", where, errno.EBUSY)
+        moved = self._tree.find(from_, "move")
         self._above(to, parents=False)
+        if target.endswith(b"/") and moved.type != "directory":
+            raise refused(FileError, "move", to, errno.ENOTDIR)
+        if to.startswith(from_ + b"/"):
+            raise refused(FileError, "move", to, errno.EINVAL)
         if to in self._tree.nodes or to in self._tree.below(b"/"):
             if not replace:
                 raise refused(FileExists, "move", to, errno.EEXIST)
@@ -228,9 +290,9 @@ class FakeFiles:
 
     async def write(
         self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool, exclusive: bool
-    ) -> Entry:
+    ) -> Written:
         await self._visit()
-        where = self._path(path)
+        where = self._path_of_file(path, "write")
         before = self._there(where)
         if before is not None and exclusive:
             raise refused(FileExists, "write", where, errno.EEXIST)
@@ -240,11 +302,11 @@ class FakeFiles:
         data = b"".join([bytes(piece) async for piece in pieces])
         kept = before.mode if before is not None else 0o644
         self._tree.put(where, self._new("file", kept if mode is None else mode, data=data))
-        return self._entry(where)
+        return Written(**msgspec.structs.asdict(self._entry(where)))
 
     async def append(self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool) -> Entry:
         await self._visit()
-        where = self._path(path)
+        where = self._path_of_file(path, "append")
         before = self._regular(where, "append") if self._there(where) is not None else None
         self._above(where, parents=parents)
         data = b"".join([bytes(piece) async for piece in pieces])
@@ -275,7 +337,8 @@ class FakeFiles:
     async def tree_in(self, path: bytes, pieces: AsyncIterator[Piece], *, parents: bool, owners: bool) -> TreeReport:
         await self._visit()
         where = self._path(path)
-        if self._there(where) is None:
+        made = self._there(where) is None
+        if made:
             await self.mkdir(path, parents=parents)
         raw = b"".join([bytes(piece) async for piece in pieces])
         entries, size, left_out = 0, 0, []
@@ -287,19 +350,19 @@ class FakeFiles:
                     if node is None:
                         left_out.append(SkippedEntry(path=member.name, why="char" if member.ischr() else "block"))
                         continue
-                    self._place(where, name, node)
+                    self._place(where, name, node, made=made)
                     entries, size = entries + 1, size + len(node.data)
         except tarfile.TarError as error:
             raise FileError(f"tar: {error}") from error
         return TreeReport(entries=entries, bytes=size, skipped=Skipped(count=len(left_out), named=tuple(left_out)))
 
-    def _place(self, where: bytes, name: bytes, node: Node) -> None:
+    def _place(self, where: bytes, name: bytes, node: Node, *, made: bool) -> None:
         if name.startswith(b"/") or b".." in name.split(b"/"):
             raise FileError(f"tar entry {name!r}: leads out of the directory", detail={"entry": shown(name)[0]})
         target = posixpath.normpath(posixpath.join(where, name))
         if target != where:
             self._above(target, parents=True)
-        if node.type != "directory" or self._there(target) is None:
+        if node.type != "directory" or self._there(target) is None or (made and target == where):
             self._tree.put(target, node)
 
     def _unpacked(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Node | None:
@@ -328,6 +391,54 @@ class FakeFiles:
                     await sink(event)
         finally:
             self._tree.watchers.remove(queue)
+
+    async def diff(
+        self, path: bytes, *, limit: int | None, sink: Callable[[tuple[FileChange, ...]], Awaitable[None]]
+    ) -> DiffReport:
+        await self._visit()
+        if b".." in path.split(b"/"):
+            raise InvalidSpec.field("path", path, "no part ..")
+        where = self._path(path)
+        if where in MOUNTS:
+            raise refused(FileError, "diff", where, errno.EXDEV)
+        if where not in self._tree.before:
+            self._tree.find(where, "diff")
+        changes = list(self._tree.changes(where))
+        told = changes[: limit or DIFF_MAX]
+        for start in range(0, len(told), CHANGES_AT_ONCE):
+            await sink(tuple(told[start : start + CHANGES_AT_ONCE]))
+        counts = {kind: sum(change.kind == kind for change in told) for kind in ("added", "changed", "deleted")}
+        named = tuple(SkippedEntry(path=one.decode(), why="mount") for one in MOUNTS if where == b"/")
+        return DiffReport(**counts, skipped=Skipped(count=len(named), named=named), more=len(told) < len(changes))
+
+
+def _change(path: bytes, before: Node | None, now: Node | None) -> FileChange | None:
+    what: list[str] = []
+    if before is not None and now is not None:
+        if before.type != now.type:
+            what = ["type"]
+        else:
+            pairs = (
+                ("content", (before.data, before.target), (now.data, now.target)),
+                ("mode", before.mode, now.mode),
+                ("owner", before.uid, now.uid),
+                ("mtime", before.mtime, now.mtime),
+            )
+            what = [name for name, old, new in pairs if old != new and (name, now.type) != ("mtime", "directory")]
+        if not what:
+            return None
+    text, raw = shown(path)
+    kind = "added" if before is None else "deleted" if now is None else "changed"
+    states = {"before": _state(before), "now": _state(now)}
+    return msgspec.convert({"kind": kind, "path": text, "raw_path": raw, "what": what, **states}, FileChange)
+
+
+def _state(node: Node | None) -> dict[str, object] | None:
+    if node is None:
+        return None
+    target, raw = shown(node.target) if node.target is not None else (None, None)
+    owner = {"mode": node.mode, "uid": node.uid, "gid": node.uid, "mtime": node.mtime}
+    return {"type": node.type, "size": len(node.target or node.data), "target": target, "raw_target": raw, **owner}
 
 
 def check_user(user: str) -> DsecError | None:

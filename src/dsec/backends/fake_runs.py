@@ -7,6 +7,8 @@ import signal as signals
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from dsec.backends import fake_programs as programs
 from dsec.backends.base import ProgramStatus, RunPlan, Sink, StartPlan
 from dsec.backends.capture import Capture
@@ -262,8 +264,8 @@ class FakeRun:
     def kept(self, stream: int, offset: int, limit: int) -> OutputPiece:
         """Kept output from an offset on."""
         capture = self._captures[stream - 1]
-        at, data = next(iter(capture.kept_from(offset)), (capture.total, b""))
-        return OutputPiece(stream=stream, offset=at, data=data[:limit], total=capture.total, ended=not self.alive)
+        piece = OutputPiece.first_of(stream, capture.kept_from(offset), capture.total, ended=not self.alive)
+        return msgspec.structs.replace(piece, data=piece.data[:limit])
 
     def status(self) -> ProgramStatus:
         """As it is now."""

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from dsec.cli.terminal import note, show_all_text
+from dsec.linux.descriptors import open_standard
+
 if TYPE_CHECKING:
     import argparse
 
@@ -25,6 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "attach": ("terminals", "attach", "return to a program that runs in a sandbox"),
     "logs": ("terminals", "logs", "what a program of a sandbox has written"),
     "cp": ("files", "cp", "copy files and directories into a sandbox or out of one"),
+    "diff": ("diff", "diff", "what of a sandbox's files is not as in its layers"),
     "ps": ("sandboxes", "ps", "list sandboxes, or the processes of one"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "events": ("events", "events", "what happened to a sandbox, and with -f what happens"),
@@ -48,6 +52,8 @@ _RUNS_PROGRAMS: Final = ("run", "exec", "shell", "attach")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `dsec ARGS`."""
+    open_standard()
+    show_all_text()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -58,13 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dsec {dsec.__version__}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"dsec: no command {args[0]!r}{_late(args) or _meant(args[0], COMMANDS)}\n\n{_usage()}", file=sys.stderr)
+        from dsec.cli.words import meant_command
+
+        hint = _late(args) or meant_command(args[0]) or _meant(args[0], COMMANDS)
+        note(f"dsec: no command {args[0]!r}{hint}\n\n{_usage()}")
         return EXIT_USAGE
     return _guarded(args[0], args[1:])
 
 
 def _guarded(name: str, args: list[str]) -> int:
-    from dsec.cli.terminal import note
     from dsec.model.errors import DsecError, ProgramNotStarted
 
     try:
@@ -82,9 +90,18 @@ def _guarded(name: str, args: list[str]) -> int:
             note(f"dsec: {line}")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter must not complain again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone.
+        _drop_output()
         return EXIT_PIPE
+    except OSError as error:
+        note(f"dsec: {error}")
+        _drop_output()
+        return EXIT_PLATFORM if name in _RUNS_PROGRAMS else EXIT_FAILED
+
+
+def _drop_output() -> None:
+    # The interpreter must not complain again when it flushes.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(error: DsecError) -> str:
@@ -98,23 +115,26 @@ def _explain(error: DsecError) -> str:
 
 
 def _call(name: str, args: list[str]) -> int:
-    import argparse
     from importlib import import_module
 
     from dsec.cli.commands.common import add_url
+    from dsec.cli.options import Parser
 
     module_name, prefix, about = COMMANDS[name]
     module = import_module(f"dsec.cli.commands.{module_name}")
     # A module with a help of its own adds the option for it.
     add_help = not hasattr(module, f"{prefix}_help")
-    parser = argparse.ArgumentParser(f"dsec {name}", description=about, allow_abbrev=False, add_help=add_help)
+    parser = Parser(f"dsec {name}", description=about, allow_abbrev=False, add_help=add_help)
     if not getattr(module, "OF_THIS_MACHINE", False):
         add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
     given, unknown = parser.parse_known_args(args)
     if unknown:
         words = args[args.index(unknown[0]) :] if unknown[0] in args else unknown
-        hint = _meant(unknown[0].partition("=")[0], _options(parser))
+        from dsec.cli.words import meant_option
+
+        word, known_here = unknown[0].partition("=")[0], _options(parser)
+        hint = meant_option(word, known_here) or _meant(word, known_here)
         hint = hint or getattr(module, f"{prefix}_hint", lambda words: "")(words)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     code: int = getattr(module, f"{prefix}_command")(given)

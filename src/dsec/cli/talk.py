@@ -8,13 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dsec.cli.rawtty import Keys, size
-from dsec.model.errors import Conflict, DsecError, InvalidState, NodeUnreachable
+from dsec.model.errors import Conflict, DsecError, InvalidState, NodeUnreachable, Unsupported
 
 if TYPE_CHECKING:
     from dsec.model.states import RunResult
+    from dsec.sdk._sync.attach import Attachment
     from dsec.sdk._sync.output import Follow
     from dsec.sdk._sync.programs import Process
 
@@ -49,13 +50,15 @@ class Talk:
         self._stdin = stdin
         self._terminal = terminal
         self._say = say
-        self._follow = process.follow(offsets, on_broken=self._broken)
+        self._over = False
+        attached = _attached(process, offsets, self._broken)
+        self._follow: Follow = attached or process.follow(offsets, on_broken=self._broken)
+        self._set_size = process.resize if attached is None else attached.resize
         self._keys = Keys()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._input = _Input(process, self._wake, say)
+        self._input = _Input(process.stdin if attached is None else _AttachedInput(attached), self._wake, say)
         self._resized = threading.Event()
-        self._over = False
         self._error: BaseException | None = None
 
     @property
@@ -154,16 +157,43 @@ class Talk:
         while self._resized.wait() and not self._over:
             self._resized.clear()
             try:
-                self._process.resize(*size(terminal))
+                self._set_size(*size(terminal))
             except DsecError:
                 continue  # it has ended, or the node is away: the output's thread tells
+
+
+class _Stdin(Protocol):
+    """The input of a program, however it gets there."""
+
+    def write(self, data: bytes) -> None: ...
+    def close(self) -> None: ...
+    def locate(self) -> object: ...
+
+
+class _AttachedInput:
+    """The input of a program over the connection that brings its output."""
+
+    def __init__(self, attached: Attachment) -> None:
+        self.write = attached.write
+        self.close = attached.close_input
+        self.locate = attached.locate
+
+
+def _attached(process: Process, offsets: tuple[int, int], on_broken: Callable[[bool], object]) -> Attachment | None:
+    """One connection for both ways, which answers keys sooner; None where no WebSocket comes through."""
+    attached = process.attach(offsets, on_broken=on_broken)
+    try:
+        attached.ready()
+    except Unsupported:
+        return None
+    return attached
 
 
 class _Input:
     """Input on its way: put in by the main thread, sent by one of its own."""
 
-    def __init__(self, process: Process, wake: Callable[[], object], say: Callable[[str], object]) -> None:
-        self._stdin = process.stdin
+    def __init__(self, stdin: _Stdin, wake: Callable[[], object], say: Callable[[str], object]) -> None:
+        self._stdin = stdin
         self._wake = wake
         self._say = say
         self._waiting = bytearray()

@@ -6,18 +6,28 @@ set the window's title, write to the clipboard, or hide what happened.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-# C0 and C1 controls, DEL, and what reorders or hides text: bidirectional controls, zero-width characters, BOM.
-_UNSAFE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# What reorders or hides text, by Unicode's own properties (16.0): all format characters (Cf: bidirectional controls,
+# zero-width ones, tags ...) and separators of lines (Zl, Zp), and what else is shown as nothing
+# (Default_Ignorable_Code_Point) but for variation selectors: they are in every other emoji.
+_HIDDEN: Final = (
+    "\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"
+)
+# With C0 and C1 controls and DEL (Cc), and surrogates (Cs), which stand for bytes that are not UTF-8.
+_UNSAFE: Final = re.compile(f"[\x00-\x1f\x7f-\x9f{_HIDDEN}\ud800-\udfff]")
 # In a stream of output a line's end, a tab and a return to the line's start are what they are, and colours stay.
 _UNSAFE_STREAM: Final = re.compile(
-    "\x1b\\[[0-9;]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
+    f"\x1b\\[[0-9;]{{0,32}}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f{_HIDDEN}\ud800-\udfff]"
 )
+_NOT_IN_JSON: Final = re.compile("[^\n\x20-\x7e]")
 _COLOUR_BEGUN: Final = re.compile("\x1b(?:\\[[0-9;]{0,32})?\\Z")
 _RESET: Final = "\x1b[0m"
 
@@ -27,7 +37,7 @@ def _escape(match: re.Match[str]) -> str:
     if len(text) > 1:
         return text  # a colour
     code = ord(text)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def safe(text: str) -> str:
@@ -93,17 +103,22 @@ class Sink:
     def __init__(self, out: Out, *, raw: bool = False) -> None:
         self._out = out
         self._filter = None if raw or not out.isatty() else Filter()
+        # To a terminal that has another encoding a character's bytes in UTF-8 are others, and controls among them.
+        self._encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def write(self, data: bytes) -> None:
         """At once: nobody wants to wait for a buffer to fill."""
-        self._out.write(self._filter.feed(data).encode("utf-8") if self._filter else data)
+        self._out.write(self._encoded(self._filter.feed(data)) if self._filter else data)
         self._out.flush()
 
     def close(self) -> None:
         """What was held back."""
         if self._filter:
-            self._out.write(self._filter.feed(b"", final=True).encode("utf-8"))
+            self._out.write(self._encoded(self._filter.feed(b"", final=True)))
             self._out.flush()
+
+    def _encoded(self, text: str) -> bytes:
+        return text.encode(self._encoding, "backslashreplace")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -119,8 +134,18 @@ def show_json(value: object) -> None:
     """One JSON document, in ASCII: whatever is in it, a terminal shows it and a program reads it."""
     import msgspec
 
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode("utf-8")
-    print(re.sub("[^\n\x20-\x7e]", _json_escape, text))
+    print(_ascii(msgspec.json.format(msgspec.json.encode(value), indent=2)))
+
+
+def show_json_line(value: object, *, flush: bool = False) -> None:
+    """The same in one line: one of many."""
+    import msgspec
+
+    print(_ascii(msgspec.json.encode(value)), flush=flush)
+
+
+def _ascii(document: bytes) -> str:
+    return _NOT_IN_JSON.sub(_json_escape, document.decode("utf-8"))
 
 
 def _json_escape(match: re.Match[str]) -> str:
@@ -128,9 +153,21 @@ def _json_escape(match: re.Match[str]) -> str:
     return "".join(f"\\u{int.from_bytes(units[i : i + 2], 'big'):04x}" for i in range(0, len(units), 2))
 
 
+def safe_lines(text: str) -> str:
+    """Lines of ours, with what others chose within them."""
+    return "\n".join(map(safe, text.split("\n")))
+
+
 def note(text: str) -> None:
     """A line for a person, beside the output."""
-    print("\n".join(safe(line) for line in text.split("\n")), file=sys.stderr)
+    print(safe_lines(text), file=sys.stderr)
+
+
+def show_all_text() -> None:
+    """From now on what an output's encoding does not have is escaped there, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def age(seconds: float) -> str:

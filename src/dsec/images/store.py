@@ -102,7 +102,7 @@ class LayerStore:
         names = [name for info in self.list() for name in info.names]
         near = get_close_matches(str(ref), names, n=1)
         hint = f"did you mean {near[0]}?" if near else self.has()
-        return NotFound(f"no layer {ref} on this node; {hint}", detail={"field": field, "ref": str(ref)})
+        return NotFound(f"no layer {ref} on this node; {hint}", detail={"field": field, "ref": str(ref), "hint": hint})
 
     def state(self) -> object:
         """As long as a thread gets the same, every reference means to it what it meant before."""

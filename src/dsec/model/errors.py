@@ -284,7 +284,7 @@ class ProgramNotStarted(DsecError, OSError):
     """A run named a program, directory or user that this sandbox does not have (or does not let it use).
 
     Neither the request's fault nor the platform's: what is in a sandbox is its programs' doing. `detail["field"]` is
-    `command`, `cwd` or `user`.
+    `command`, `cwd` or `user`; of a session's command `stdin`, when what it was to read was removed inside.
     """
 
     code = "program_not_started"

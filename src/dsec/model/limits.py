@@ -60,13 +60,15 @@ LAYERS_MAX: Final = 64
 LIST_PAGE_DEFAULT: Final = 1000
 LIST_PAGE_MAX: Final = 10_000
 REQUEST_MAX_BYTES: Final = 32 * MIB
+DIFF_MAX: Final = 1_000_000  # changes that one call tells
 # File calls of one sandbox at the same time; each is served by a process of that sandbox. More wait.
 FILE_CALLS_MAX: Final = 16
 KEY_MAX_CHARS: Final = 128
 FRAME_MAX_BYTES: Final = 8 * MIB
 
 TERMINAL_MAX: Final = 4096  # rows and columns
-SPOOL_BYTES: Final = 16 * MIB  # newest output of each stream of a spawned program that stays readable
+SPOOL_BYTES: Final = 16 * MIB  # newest output of each stream of a spawned program that stays readable, unless it says
+SPOOL_MAX_BYTES: Final = 1024 * MIB  # it may say so much
 INPUT_PIECE_MAX_BYTES: Final = 1 * MIB  # of one call that gives a program input
 PROGRAMS_KEPT: Final = 64  # ended programs of a sandbox whose output is kept
 SESSIONS_MAX: Final = 256  # alive in a sandbox

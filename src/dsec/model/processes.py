@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Self
 
 import msgspec
@@ -34,6 +35,7 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `stdin`: whether its standard input stays open (else it is empty). `tty`: it gets a terminal of this size for all
     three streams; then it has one output, stream 1. `keepalive`: whether the sandbox is not idle while it lives.
+    `spool_bytes`: so much of the newest output of each stream stays readable.
     """
 
     command: str | list[str] | None = None
@@ -45,6 +47,7 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stdin: bool = True
     tty: Terminal | None = None
     keepalive: bool = True
+    spool_bytes: int = limits.SPOOL_BYTES
 
     def check(self) -> Self:
         """The SpawnSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
@@ -53,6 +56,8 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             self.tty.check()
             if not self.stdin:
                 raise InvalidSpec.field("stdin", False, "true with a tty: a terminal has an input")
+        if not 0 <= self.spool_bytes <= limits.SPOOL_MAX_BYTES:
+            raise InvalidSpec.field("spool_bytes", self.spool_bytes, f"0 to {limits.SPOOL_MAX_BYTES}")
         return self
 
     def run_spec(self) -> RunSpec:
@@ -79,6 +84,9 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def check(self) -> Self:
         """The SessionSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
         check_env(self.env)
+        if self.shell is not None and not self.shell.startswith("/"):
+            allowed = "its shell's path inside, as /bin/bash (a name for the session itself is key=)"
+            raise InvalidSpec.field("shell", self.shell, allowed)
         for field, path in (("shell", self.shell), ("cwd", self.cwd)):
             if path is not None:
                 check_path(field, path)
@@ -95,6 +103,7 @@ class How(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tty: Terminal | None = None
     control: bool = False
     keepalive: bool = True
+    spool_bytes: int = limits.SPOOL_BYTES
 
 
 class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -179,13 +188,26 @@ class Process(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OutputPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Kept output of one stream. `offset` of its first byte, which is later than asked for where that is not kept."""
+    """Kept output of one stream. `offset` of its first byte, which is later than asked for where that is not kept.
+
+    `gap`: where what is kept from there on ends, if it is interrupted; None: the newest byte belongs to it.
+    """
 
     stream: int
     offset: int
     data: bytes
     total: int  # bytes there were so far
+    gap: int | None = None
     ended: bool = False  # the program has ended: there will be no more
+
+    @classmethod
+    def first_of(cls, stream: int, kept: Iterable[tuple[int, bytes]], total: int, *, ended: bool) -> Self:
+        """The first of the pieces (offset, bytes) that are kept; an empty one at the end, where none is."""
+        pieces = iter(kept)
+        at, data = next(pieces, (total, b""))
+        end = at + len(data)
+        follows, _ = next(pieces, (total, b""))
+        return cls(stream=stream, offset=at, data=data, total=total, gap=end if end < follows else None, ended=ended)
 
 
 class InputState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -22,7 +22,26 @@ BACKENDS = ("fncall", "container", "microvm", "vm")
 DEFAULT_BASE = "debian:12"
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Checked(msgspec.StructMeta):
+    """Of structs that callers make: a wrong type and an unknown name are told when one is made, and by their field.
+
+    msgspec itself takes any type there, which then is an error of Python's where it is first used.
+    """
+
+    if not TYPE_CHECKING:  # for whom the constructor has the fields, with their types
+
+        def __call__(cls, *args, **fields):
+            return super().__call__(*args, **fields) if args else convert(fields, cls)
+
+
+class Spec(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_Checked,
+):
     """One sandbox to create. Sizes are MiB, times seconds, `cpu` is in cores.
 
     Exactly one of `image`, `base`, `environment`, `snapshot`; when none is given, the base is `debian:12`.
@@ -167,12 +186,15 @@ def _meant(to: type, field: str, *, unknown: bool) -> str:
     """What stands in a field of a struct, or which field looks like an unknown one."""
     fields = getattr(to, "__struct_fields__", ())
     if unknown:
-        from difflib import get_close_matches
+        from dsec.model.words import meant
 
-        near = get_close_matches(field, fields, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        return meant(field, fields)
     if field not in fields:
         return ""
+    if field == "environment" and "env" in fields:
+        return "; variables are env={...}"
+    if field == "network":
+        return "; by default a sandbox has none but its own loopback"
     hint = get_type_hints(to)[field]
     return f"; allowed: {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
 

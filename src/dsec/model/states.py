@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -12,6 +12,7 @@ State = Literal["creating", "running", "paused", "stopping", "stopped", "lost"]
 Cause = Literal["exited", "signalled", "timeout", "oom", "killed", "policy"]
 EndReason = Literal["stopped", "idle", "lifetime", "init_died", "oom", "lost", "disk_lost", "reboot", "create_failed"]
 
+SHOWN_BYTES: Final = 64  # of an output, by its repr
 ALIVE: tuple[State, ...] = ("creating", "running", "paused", "stopping")
 
 
@@ -23,8 +24,24 @@ class LayerRef(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["base", "workspace", "toolkit"]
 
 
+class Pressure(msgspec.Struct, frozen=True, kw_only=True):
+    """For how many seconds of a sandbox's life some process of it could not go on for want of each.
+
+    From the kernel's pressure stall information (PSI, the totals of `some`); None where it keeps none.
+    """
+
+    cpu_s: float | None = None
+    memory_s: float | None = None
+    io_s: float | None = None
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a sandbox or a run has used. CPU in seconds, memory and disk in bytes."""
+    """What a sandbox or a run has used. CPU in seconds, memory and disk in bytes.
+
+    `cpu_throttled_s`: how long its CPUs stood still since its quota (`cpu`) was used up. `memory_limit_hits`: how often
+    an allocation met the limit, whether or not the kernel found memory to take back. Both, and `pressure`, are a
+    sandbox's; those of a run are not counted apart.
+    """
 
     cpu_user_s: float = 0.0
     cpu_system_s: float = 0.0
@@ -32,6 +49,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory_peak_bytes: int | None = None
     disk_bytes: int | None = None
     pids: int | None = None
+    cpu_throttled_s: float | None = None
+    memory_limit_hits: int | None = None
+    pressure: Pressure | None = None
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +67,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     job: str | None = None
     labels: dict[str, str] = {}
     created_at: float = 0.0
+    admitted_at: float | None = None  # when there was room for it
     started_at: float | None = None
     ended_at: float | None = None
     expires_at: float | None = None  # when its lifetime ends
@@ -76,12 +97,17 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         gap = f"\n[... {self.dropped_bytes} bytes dropped ...]\n"
         return self.head.decode("utf-8", "replace") + gap + self.tail.decode("utf-8", "replace")
 
+    def __repr__(self) -> str:
+        # Short: a result is printed by hand, and in every traceback that shows variables.
+        shown = self.head[:SHOWN_BYTES]
+        return f"Output({shown!r}{'...' if self.total > len(shown) else ''}, total={self.total})"
+
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a program ended, as its backend says.
 
-    `exit_code` is 128 + signal for what was killed. `limits_hit` names the limits (`memory pids disk output`) that a
-    process of the run is known to have met, whatever the exit code.
+    `exit_code` is 128 + signal for what was killed. `limits_hit` names the limits (`memory pids disk output spool`)
+    that a process of the run is known to have met, whatever the exit code.
     """
 
     exit_code: int
@@ -98,11 +124,13 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RunResult(RunOutcome, frozen=True, kw_only=True, omit_defaults=True):
     """How a program ended. Nothing the program did raises; a lost sandbox or node always does.
 
-    Beside what a `RunOutcome` says: `step` numbers the calls of a sandbox from 1.
+    Beside what a `RunOutcome` says: `step` numbers the calls of a sandbox from 1; `session_ended`, of a session's
+    command: its shell has ended with it, and directory, variables and functions are gone.
     """
 
     process_id: str
     step: int = 0
+    session_ended: bool = False
 
     @property
     def ok(self) -> bool:

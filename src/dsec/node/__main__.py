@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from dsec.linux.descriptors import open_standard
 from dsec.model.errors import DsecError
 from dsec.node.config import parse
 from dsec.node.serve import serve
@@ -12,6 +13,7 @@ from dsec.node.serve import serve
 
 def main() -> int:
     """Run a node; 2 when it is set up wrongly, 1 when it cannot run here."""
+    open_standard()
     try:
         config = parse()
     except DsecError as error:

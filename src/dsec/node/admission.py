@@ -75,6 +75,7 @@ class Admission:
         self._gauge = gauge
         self._clock = clock
         self._held: dict[str, Need] = {}
+        self._spools: dict[str, float] = {}
         self._promised = dict.fromkeys(RESOURCES, 0.0)
         self._queue: deque[_Waiter] = deque()
         self._ticking = False
@@ -104,6 +105,35 @@ class Admission:
         for name, amount in need.items():
             self._promised[name] -= amount
         self._serve_queue()
+
+    def hold_spool(self, program: str, mib: float) -> None:
+        """Reserve what a program's output may take of the disk; at once or not. Raises NodeFull, NodeDiskFull."""
+        if not mib:
+            return
+        if self._promised["disk_mib"] + mib > self._room.total["disk_mib"]:
+            raise _full("disk_mib", Need(0.0, mib, 0.0, 0.0), self._free(), ever=False)
+        free = self._gauge.free().get("disk_mib")
+        keep = self._room.keep_free.get("disk_mib", 0.0)
+        if free is not None and free - mib < keep:
+            raise NodeDiskFull(
+                f"the node's disk has {free:,.0f} MiB free, of which {keep:,.0f} stay free, and this program's output "
+                f"may take {mib:,.0f}: ask for less (spool_bytes), free space on it, or take another node",
+                detail={"resource": "disk_mib", "asked": mib, "left": free, "keep": keep},
+            )
+        self.restore_spool(program, mib)
+
+    def restore_spool(self, program: str, mib: float) -> None:
+        """Count the output of a program that is there, whatever it takes; idempotent."""
+        if mib and program not in self._spools:
+            self._spools[program] = mib
+            self._promised["disk_mib"] += mib
+
+    def release_spool(self, program: str) -> None:
+        """Its output is not kept any more; idempotent."""
+        mib = self._spools.pop(program, None)
+        if mib is not None:
+            self._promised["disk_mib"] -= mib
+            self._serve_queue()
 
     async def reserve_all(self, needs: Mapping[str, Need], wait_s: float) -> None:
         """Reserve for all or for none, waiting at most `wait_s`. Raises NodeFull, NodeDiskFull."""

@@ -24,6 +24,7 @@ from dsec.node.events import Events
 from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.plan import TALKED_TO
 from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
 from dsec.node.runs import Flight
@@ -331,7 +332,7 @@ class Node:
     async def kill(self, ref: str, process_id: str, signal: int | None = None, key: str | None = None) -> None:
         """Send a signal to a program, or end its whole tree: then it is listed no more when this returns.
 
-        Nothing to do when it has ended.
+        When it has ended a signal does nothing; what it has left behind is killed all the same.
         """
         if signal is not None and not 1 <= signal <= SIGNAL_MAX:
             raise InvalidSpec.field("signal", signal, f"1 to {SIGNAL_MAX}, or none for the whole tree")
@@ -339,8 +340,11 @@ class Node:
         guest = box.running_guest()
         flight = next((flight for flight in box.flights.values() if flight.process_id == process_id), None)
         if flight is None:
-            if self.core.steps.by_subject(box.id, process_id) is None:
+            step = self.core.steps.by_subject(box.id, process_id)
+            if step is None:
                 raise NotFound(f"sandbox {box.id} has no process {process_id!r}", sandbox_id=box.id)
+            if signal is None and step.kind in TALKED_TO:  # what a run leaves behind is its sandbox's
+                await self.programs.kill_left(box, process_id)
             return
 
         async def work() -> tuple[bytes, list[Statement]]:

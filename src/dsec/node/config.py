@@ -23,6 +23,11 @@ STATE_DIR: Final = Path("/var/lib/dsec")
 CGROUP: Final = "dsec"
 NODE: Final = "local"
 BACKENDS: Final = ("container", "fake")
+# As a browser writes it: no path, and a port only where it is not the scheme's.
+_ORIGIN: Final = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+_PORT_MAX: Final = 65535
+# Which a browser leaves out.
+_USUAL: Final = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class NodeConfig:
     listen: tuple[str, int] | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    origins: tuple[str, ...] = ()
     overcommit: dict[str, float] = field(default_factory=dict)
     log_level: str = "INFO"
 
@@ -70,6 +76,11 @@ class NodeConfig:
             raise InvalidSpec.field(
                 "--listen", self.listen[0], "a loopback address, unless --tls-cert and --tls-key are given"
             )
+        for origin in self.origins:
+            found = _ORIGIN.fullmatch(origin)
+            port = found and found["port"]
+            if found is None or (port is not None and int(port) > _PORT_MAX):
+                raise InvalidSpec.field("--origin", origin, "scheme, host and port: https://sandboxes.example:8443")
         for name, factor in self.overcommit.items():
             if name not in RESOURCES or not factor > 0:
                 raise InvalidSpec.field("--overcommit", f"{name}={factor}", f"{'|'.join(RESOURCES)}=FACTOR above 0")
@@ -135,6 +146,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument(
+        "--origin",
+        type=str.lower,
+        action="append",
+        default=[],
+        metavar="URL",
+        help="where a web page or a proxy that may ask is served, as https://sandboxes.example (repeatable)",
+    )
+    parser.add_argument(
         "--overcommit",
         type=_factor,
         action="append",
@@ -153,6 +172,12 @@ def parse(arguments: Sequence[str] | None = None) -> NodeConfig:
     return from_namespace(parser.parse_args(arguments))
 
 
+def _as_sent(origin: str) -> str:
+    """As a browser writes it."""
+    usual = _USUAL.get(origin.partition("://")[0])
+    return origin.removesuffix(usual) if usual else origin
+
+
 def from_namespace(given: argparse.Namespace) -> NodeConfig:
     """The configuration from parsed flags. Raises InvalidSpec."""
     return NodeConfig(
@@ -164,6 +189,7 @@ def from_namespace(given: argparse.Namespace) -> NodeConfig:
         listen=given.listen,
         tls_cert=given.tls_cert and given.tls_cert.absolute(),
         tls_key=given.tls_key and given.tls_key.absolute(),
+        origins=tuple(_as_sent(origin) for origin in given.origin),
         overcommit=dict(given.overcommit),
         log_level=given.log_level,
     ).check()

@@ -63,7 +63,7 @@ class Core:
         self.owed = Owed(store, clock)
         self.steps = Steps(store, clock)
         self.deadlines = Deadlines(clock, self._due)
-        self.runs = Runs(store, self.steps, clock, self.became_idle)
+        self.runs = Runs(store, self.steps, admission, clock, self.became_idle)
         self.online: tuple[int, ...] = proc.cpus()
         self.boxes: dict[str, Box] = {}
         self.names: dict[str, str] = {}
@@ -114,7 +114,10 @@ class Core:
             del self.names[box.info.name]
         self.deadlines.forget(box.id)
         box.helpers.close()
+        for program in (*box.programs, *box.kept):
+            self.admission.release_spool(program)
         self.admission.release(box.id)
+        self.store.changed.ring()  # who follows it need not wait for a next write
 
     def alive(self, ref: str) -> Box | None:
         """A sandbox that is alive, by id or name."""

@@ -201,7 +201,7 @@ class Creation:
             try:
                 info = self._core.layers.resolve(ref)
             except NotFound as error:
-                allowed = "a layer of this node: list them with `dsec layer ls`, make one with `dsec layer import`"
+                allowed = f"a layer of this node ({error.detail['hint']}); `dsec layer import` makes one"
                 raise InvalidSpec.field(field, ref, allowed) from error
             check_role(field, ref, role, info)
             check_once(field, ref, info.digest, refs)
@@ -213,6 +213,7 @@ class Creation:
         core, spec = self._core, box.info.spec
         try:
             await core.admission.reserve(box.id, Need.of(spec), spec.wait_s)
+            box.change(admitted_at=core.clock.wall())
             failpoint.at("create.admitted")
             begin = core.steps.begin(NODE_SCOPE, key, digest, "create", subject=box.id)
             await core.store.commit(box.row(), begin, durable=False)
@@ -376,6 +377,8 @@ class Creation:
         core = self._core
         needs = {box.id: Need.of(box.info.spec) for box, _ in made}
         await core.admission.reserve_all(needs, max(box.info.spec.wait_s for box, _ in made))
+        for box, _ in made:
+            box.change(admitted_at=core.clock.wall())
         rows = [box.row() for box, _ in made]
         begins = [
             core.steps.begin(NODE_SCOPE, key, digest, "create", subject=box.id)

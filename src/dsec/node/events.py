@@ -21,7 +21,7 @@ from dsec.node.store import Statement
 # The last of each sandbox; up to 63 more until they are removed. The schema's trigger has the number, too.
 EVENTS_KEEP_MAX: Final = 1000
 PAGE: Final = 100
-# A follower looks for more this often: one read of an index, and nothing on the way of a run.
+# A follower is woken when anything was written, and looks this often at most: one read of an index.
 LOOK_S: Final = 0.1
 SEQ_MAX: Final = 2**53
 
@@ -76,7 +76,9 @@ class Events:
         box = self._core.alive(ref)
         id_ = (self._core.past(ref) if box is None else box.info).id
         over = False
+        loop = asyncio.get_running_loop()
         while True:
+            changed, looked = self._core.store.changed.next(), loop.time()
             # Looked at before the page: what a sandbox that has gone by now has left is in it.
             over = over or id_ not in self._core.boxes
             page = await self._page(id_, since)
@@ -87,7 +89,8 @@ class Events:
                 continue
             if over or not follow:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.shield(changed)
+            await asyncio.sleep(max(0.0, looked + LOOK_S - loop.time()))
 
     async def _page(self, id_: str, since: int) -> list[Event]:
         rows = self._core.store.read(_AFTER, (id_, since))
@@ -136,6 +139,8 @@ def _created(seq: int, info: SandboxInfo | None) -> Event:
         return Event(seq=seq, at=0.0, kind="created")
     at = info.started_at or info.created_at
     detail: dict[str, Any] = {"took_s": max(at - info.created_at, 0.0), "layers": [layer.ref for layer in info.layers]}
+    if info.admitted_at is not None:
+        detail["waited_s"] = max(info.admitted_at - info.created_at, 0.0)
     return Event(seq=seq, at=at, kind="created", detail=detail)
 
 

@@ -1,17 +1,22 @@
-"""File calls: a helper inside the sandbox does the work."""
+"""File calls: a helper inside the sandbox does the work.
+
+What is asked is a value, made and checked by the function of its name, and `FileCalls.do` does any of them. Those that
+stream are methods of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from dsec.backends.base import DataSink, Files, Piece
-from dsec.model.errors import InvalidSpec, SandboxLost, Unavailable
-from dsec.model.files import Entry, FileEvent, Listing, TreeReport
-from dsec.model.limits import LIST_PAGE_MAX, PATH_MAX_BYTES
+from dsec.model.errors import FileNotFound, InvalidSpec, SandboxLost, Unavailable
+from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, Listing, TreeReport, Written
+from dsec.model.limits import DIFF_MAX, LIST_PAGE_MAX, PATH_MAX_BYTES
 from dsec.model.specs import check_user
 from dsec.node.box import Box
 from dsec.node.core import Core, check_key, encode
@@ -19,89 +24,174 @@ from dsec.node.steps import content_hash
 from dsec.node.store import Statement
 
 MODE_MAX: Final = 0o7777
+# By its number: a sandbox may have another of that name, or none.
+ROOT: Final = "0"
+# Of one watch, one after the other: what kills them all is not waited for.
+WATCH_HELPERS_MAX: Final = 16
 
 T = TypeVar("T")
 
-_entry = msgspec.msgpack.Decoder(Entry).decode
-_report = msgspec.msgpack.Decoder(TreeReport).decode
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One call of one sandbox's files, checked. Paths are bytes."""
+
+    kind: str
+    # By what two of them under one key are the same.
+    args: tuple[object, ...]
+    work: Callable[[Files], Awaitable[T]]
+    answer: Any
+    changes: bool = True
+
+
+def stat(path: bytes, *, follow: bool = True) -> Call[Entry]:
+    """One file."""
+    check_path(path)
+    return Call("file.stat", (path, follow), lambda helper: helper.stat(path, follow=follow), Entry, changes=False)
+
+
+def listing(path: bytes, *, cursor: bytes | None = None, limit: int | None = None) -> Call[Listing]:
+    """A page of a directory."""
+    check_path(path)
+    if limit is not None and not 1 <= limit <= LIST_PAGE_MAX:
+        raise InvalidSpec.field("limit", limit, f"1 to {LIST_PAGE_MAX}")
+
+    async def work(helper: Files) -> Listing:
+        return await helper.list(path, cursor=cursor, limit=limit)
+
+    return Call("file.list", (path, cursor, limit), work, Listing, changes=False)
+
+
+def write(
+    path: bytes,
+    pieces: AsyncIterator[Piece],
+    *,
+    mode: int | None = None,
+    parents: bool = False,
+    exclusive: bool = False,
+) -> Call[Written]:
+    """A whole file, or nothing."""
+    check_path(path)
+    check_mode(mode)
+
+    async def work(helper: Files) -> Written:
+        return await helper.write(path, pieces, mode=mode, parents=parents, exclusive=exclusive)
+
+    return Call("file.write", (path, mode, parents, exclusive), work, Written)
+
+
+def append(path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None = None, parents: bool = False) -> Call[Entry]:
+    """More at the end of a file."""
+    check_path(path)
+    check_mode(mode)
+
+    async def work(helper: Files) -> Entry:
+        return await helper.append(path, pieces, mode=mode, parents=parents)
+
+    return Call("file.append", (path, mode, parents), work, Entry)
+
+
+def tree_in(
+    path: bytes, pieces: AsyncIterator[Piece], *, parents: bool = False, owners: bool = False
+) -> Call[TreeReport]:
+    """Unpack a tar stream."""
+    check_path(path)
+
+    async def work(helper: Files) -> TreeReport:
+        return await helper.tree_in(path, pieces, parents=parents, owners=owners)
+
+    return Call("file.tree", (path, parents, owners), work, TreeReport)
+
+
+def mkdir(path: bytes, *, parents: bool = False, mode: int | None = None) -> Call[Entry]:
+    """Make a directory."""
+    check_path(path)
+    check_mode(mode)
+
+    async def work(helper: Files) -> Entry:
+        await helper.mkdir(path, parents=parents, mode=mode)
+        return await helper.stat(path)
+
+    return Call("file.mkdir", (path, parents, mode), work, Entry)
+
+
+def remove(path: bytes, *, recursive: bool = False) -> Call[None]:
+    """Remove it."""
+    check_path(path)
+    return Call("file.remove", (path, recursive), lambda helper: helper.remove(path, recursive=recursive), None)
+
+
+def move(source: bytes, target: bytes, *, replace: bool = False) -> Call[Entry]:
+    """Give it another place."""
+    check_path(source, "source")
+    check_path(target, "target")
+
+    async def work(helper: Files) -> Entry:
+        await helper.move(source, target, replace=replace)
+        return await helper.stat(target, follow=False)
+
+    return Call("file.move", (source, target, replace), work, Entry)
+
+
+def chmod(path: bytes, mode: int) -> Call[Entry]:
+    """Set its permission bits."""
+    check_path(path)
+    check_mode(mode)
+
+    async def work(helper: Files) -> Entry:
+        await helper.chmod(path, mode)
+        return await helper.stat(path)
+
+    return Call("file.chmod", (path, mode), work, Entry)
 
 
 class FileCalls:
-    """The file calls of a node. Paths are bytes; `user` None is the sandbox's own."""
+    """The file calls of a node. `user` None is the sandbox's own."""
 
     def __init__(self, core: Core, ready: Callable[[str], Awaitable[Box]]) -> None:
         self._core = core
         self._ready = ready
 
     @asynccontextmanager
-    async def _helper(self, ref: str, user: str | None) -> AsyncIterator[Files]:
+    async def _helper(self, ref: str, user: str | None, *, diff: bool = False) -> AsyncIterator[Files]:
         if user is not None:
             check_user(user)
         box = await self._ready(ref)
+        name = user or box.base.user
 
-        async def open_helper(name: str) -> Files:
-            return await box.running_guest().files(user=name, cwd=box.base.cwd)
+        async def open_helper() -> Files:
+            return await box.running_guest().files(user=name, cwd=box.base.cwd, diff=diff)
 
         box.running_guest()
         with self._core.going_on(box):
-            async with box.helpers.use(user or box.base.user, open_helper) as helper:
+            async with box.helpers.use((name, diff), open_helper) as helper:
                 yield helper
 
-    async def _read_only(self, ref: str, user: str | None, work: Callable[[Files], Awaitable[T]]) -> T:
-        """Once more with another helper when the first was cut short: reading twice is as good as once."""
-        try:
-            async with self._helper(ref, user) as helper:
-                return await work(helper)
-        except Unavailable as error:
-            if isinstance(error, SandboxLost) or error.code != "helper_gone":
-                raise
-        async with self._helper(ref, user) as helper:
-            return await work(helper)
-
-    async def _change(
-        self,
-        ref: str,
-        call: tuple[str, Sequence[object]],
-        work: Callable[[Files], Awaitable[T]],
-        *,
-        user: str | None,
-        key: str | None,
-    ) -> bytes:
+    async def do(self, ref: str, call: Call[T], *, user: str | None = None, key: str | None = None) -> T:
         """Under a key at most once; without one as often as it is asked for, for what can be repeated."""
 
-        async def done() -> tuple[bytes, list[Statement]]:
-            try:
-                async with self._helper(ref, user) as helper:
-                    return encode(await work(helper)), []
-            except Unavailable as error:
-                if error.detail.get("asked") is not False:
-                    raise
-            # The first was dead and heard nothing of it: another does it, once.
+        async def attempt() -> T:
             async with self._helper(ref, user) as helper:
-                return encode(await work(helper)), []
+                return await call.work(helper)
 
-        if key is None:
-            return (await done())[0]
+        async def done() -> T:
+            try:
+                return await attempt()
+            except Unavailable as error:
+                if not _again(error, call):
+                    raise
+            return await attempt()
+
+        async def kept() -> tuple[bytes, list[Statement]]:
+            return encode(await done()), []
+
+        if key is None or not call.changes:
+            return await done()
         box = await self._ready(ref)
-        kind, args = call
-        digest = content_hash(kind, [args, user])
-        return await self._core.once(box.id, check_key(key), digest, kind, done, begin=True)
-
-    # -- what reads ---------------------------------------------------------------------------------------------------
-
-    async def stat(self, ref: str, path: bytes, *, follow: bool = True, user: str | None = None) -> Entry:
-        """One file."""
-        check_path(path)
-        return await self._read_only(ref, user, lambda helper: helper.stat(path, follow=follow))
-
-    async def list(
-        self, ref: str, path: bytes, *, cursor: bytes | None = None, limit: int | None = None, user: str | None = None
-    ) -> Listing:
-        """A page of a directory."""
-        check_path(path)
-        if limit is not None and not 1 <= limit <= LIST_PAGE_MAX:
-            raise InvalidSpec.field("limit", limit, f"1 to {LIST_PAGE_MAX}")
-        return await self._read_only(ref, user, lambda helper: helper.list(path, cursor=cursor, limit=limit))
+        digest = content_hash(call.kind, [list(call.args), user])
+        raw = await self._core.once(box.id, check_key(key), digest, call.kind, kept, begin=True)
+        answer: T = msgspec.msgpack.decode(raw, type=call.answer)
+        return answer
 
     async def read(
         self,
@@ -118,14 +208,24 @@ class FileCalls:
         check_path(path)
         if offset < 0 or (length is not None and length < 0):
             raise InvalidSpec.field("offset", min(offset, length or 0), "0 or more")
-        async with self._helper(ref, user) as helper:
-            await helper.read(path, offset=offset, length=length, opened=opened, sink=sink)
+        begun = _Begun()
+
+        async def attempt() -> None:
+            async with self._helper(ref, user) as helper:
+                await helper.read(path, offset=offset, length=length, opened=begun.by(opened), sink=sink)
+
+        await begun.once_more(attempt)
 
     async def tree_out(self, ref: str, path: bytes, sink: DataSink, *, user: str | None = None) -> TreeReport:
         """A tree as a tar stream."""
         check_path(path)
-        async with self._helper(ref, user) as helper:
-            return await helper.tree_out(path, sink)
+        begun = _Begun()
+
+        async def attempt() -> TreeReport:
+            async with self._helper(ref, user) as helper:
+                return await helper.tree_out(path, begun.by(sink))
+
+        return await begun.once_more(attempt)
 
     async def watch(
         self,
@@ -136,139 +236,82 @@ class FileCalls:
         recursive: bool,
         user: str | None = None,
     ) -> str:
-        """Changes, until what is watched is gone."""
+        """Changes, until what is watched is gone. What a helper that dies may have missed is said to be an overflow."""
         check_path(path)
-        async with self._helper(ref, user) as helper:
-            return await helper.watch(path, recursive=recursive, sink=sink)
+        ready = False
 
-    # -- what changes -------------------------------------------------------------------------------------------------
+        async def tell(event: FileEvent | None) -> None:
+            nonlocal ready
+            again, ready = ready, True
+            await sink(FileEvent(kind="overflow") if again and event is None else event)
 
-    async def write(
+        for helpers_left in reversed(range(WATCH_HELPERS_MAX)):
+            try:
+                async with self._helper(ref, user) as helper:
+                    return await helper.watch(path, recursive=recursive, sink=tell)
+            except FileNotFound:
+                if not ready:
+                    raise
+                break
+            except Unavailable as error:
+                if not helpers_left or not _gone(error):
+                    raise
+        return "gone"
+
+    async def diff(
         self,
         ref: str,
         path: bytes,
-        pieces: AsyncIterator[Piece],
+        sink: Callable[[tuple[FileChange, ...]], Awaitable[None]],
         *,
-        mode: int | None = None,
-        parents: bool = False,
-        exclusive: bool = False,
-        user: str | None = None,
-        key: str | None = None,
-    ) -> Entry:
-        """A whole file, or nothing."""
+        limit: int | None = None,
+    ) -> DiffReport:
+        """What is not as it was in the layers, some at a time; whatever the rights of the sandbox's user."""
         check_path(path)
-        check_mode(mode)
+        if limit is not None and not 1 <= limit <= DIFF_MAX:
+            raise InvalidSpec.field("limit", limit, f"1 to {DIFF_MAX}")
+        begun = _Begun()
 
-        async def work(helper: Files) -> Entry:
-            return await helper.write(path, pieces, mode=mode, parents=parents, exclusive=exclusive)
+        async def attempt() -> DiffReport:
+            async with self._helper(ref, ROOT, diff=True) as helper:
+                return await helper.diff(path, limit=limit, sink=begun.by(sink))
 
-        args = [path, mode, parents, exclusive]
-        return _entry(await self._change(ref, ("file.write", args), work, user=user, key=key))
+        return await begun.once_more(attempt)
 
-    async def append(
-        self,
-        ref: str,
-        path: bytes,
-        pieces: AsyncIterator[Piece],
-        *,
-        mode: int | None = None,
-        parents: bool = False,
-        user: str | None = None,
-        key: str | None = None,
-    ) -> Entry:
-        """More at the end of a file."""
-        check_path(path)
-        check_mode(mode)
 
-        async def work(helper: Files) -> Entry:
-            return await helper.append(path, pieces, mode=mode, parents=parents)
+class _Begun:
+    """Whether anything of a streamed answer is out: until then, another helper may be asked for all of it."""
 
-        return _entry(await self._change(ref, ("file.append", [path, mode, parents]), work, user=user, key=key))
+    def __init__(self) -> None:
+        self._yes = False
 
-    async def tree_in(
-        self,
-        ref: str,
-        path: bytes,
-        pieces: AsyncIterator[Piece],
-        *,
-        parents: bool = False,
-        owners: bool = False,
-        user: str | None = None,
-        key: str | None = None,
-    ) -> TreeReport:
-        """Unpack a tar stream."""
-        check_path(path)
+    def by(self, sink: Callable[[T], Awaitable[None]]) -> Callable[[T], Awaitable[None]]:
+        """The same sink."""
 
-        async def work(helper: Files) -> TreeReport:
-            return await helper.tree_in(path, pieces, parents=parents, owners=owners)
+        def told(what: T) -> Awaitable[None]:
+            self._yes = True
+            return sink(what)
 
-        return _report(await self._change(ref, ("file.tree", [path, parents, owners]), work, user=user, key=key))
+        return told
 
-    async def mkdir(
-        self,
-        ref: str,
-        path: bytes,
-        *,
-        parents: bool = False,
-        mode: int | None = None,
-        user: str | None = None,
-        key: str | None = None,
-    ) -> Entry:
-        """Make a directory."""
-        check_path(path)
-        check_mode(mode)
+    async def once_more(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Its answer, by the second helper if the first is gone."""
+        try:
+            return await attempt()
+        except Unavailable as error:
+            if self._yes or not _gone(error):
+                raise
+        return await attempt()
 
-        async def work(helper: Files) -> Entry:
-            await helper.mkdir(path, parents=parents, mode=mode)
-            return await helper.stat(path)
 
-        return _entry(await self._change(ref, ("file.mkdir", [path, parents, mode]), work, user=user, key=key))
+def _again(error: Unavailable, call: Call[T]) -> bool:
+    """Whether another helper may be asked: the first had heard nothing of it, or reading twice is as good as once."""
+    return error.detail.get("asked") is False or (not call.changes and _gone(error))
 
-    async def remove(
-        self, ref: str, path: bytes, *, recursive: bool = False, user: str | None = None, key: str | None = None
-    ) -> None:
-        """Remove it."""
-        check_path(path)
-        await self._change(
-            ref,
-            ("file.remove", [path, recursive]),
-            lambda helper: helper.remove(path, recursive=recursive),
-            user=user,
-            key=key,
-        )
 
-    async def move(
-        self,
-        ref: str,
-        source: bytes,
-        target: bytes,
-        *,
-        replace: bool = False,
-        user: str | None = None,
-        key: str | None = None,
-    ) -> Entry:
-        """Give it another place."""
-        check_path(source, "source")
-        check_path(target, "target")
-
-        async def work(helper: Files) -> Entry:
-            await helper.move(source, target, replace=replace)
-            return await helper.stat(target, follow=False)
-
-        return _entry(await self._change(ref, ("file.move", [source, target, replace]), work, user=user, key=key))
-
-    async def chmod(
-        self, ref: str, path: bytes, mode: int, *, user: str | None = None, key: str | None = None
-    ) -> Entry:
-        """Set its permission bits."""
-        check_path(path)
-        check_mode(mode)
-
-        async def work(helper: Files) -> Entry:
-            await helper.chmod(path, mode)
-            return await helper.stat(path)
-
-        return _entry(await self._change(ref, ("file.chmod", [path, mode]), work, user=user, key=key))
+def _gone(error: Unavailable) -> bool:
+    """Whether it is the helper that is lost, and not its sandbox."""
+    return error.code == "helper_gone" and not isinstance(error, SandboxLost)
 
 
 def check_path(path: bytes, field: str = "path") -> bytes:

@@ -39,7 +39,7 @@ class Layers(Protocol):
     """A store of layers on this node. Calls may block on the local disk; `import_layer` may take minutes."""
 
     def resolve(self, ref: str) -> LayerInfo:
-        """The layer a reference means now. Raises NotFound."""
+        """The layer a reference means now. Raises NotFound; its `detail["hint"]` says what there is."""
         ...
 
     def path(self, digest: str) -> str:

@@ -18,6 +18,8 @@ log = logging.getLogger("dsec.node.lifecycle")
 
 STOP_RETRY_S: Final = 5.0
 CLOSE_S: Final = 5.0
+# For the ends of what ran in a sandbox to be recorded. A reader that does not read holds up that of its run.
+LAND_S: Final = 1.0
 # What has ended, and its steps, are kept for repeated keys and for `list`: this long, and this many at most.
 ENDED_KEEP_S: Final = 86_400.0
 ENDED_KEEP_MAX: Final = 20_000
@@ -122,7 +124,8 @@ class Lifecycle:
 
     async def finish(self, box: Box, state: State, exit_: Exit) -> SandboxInfo:
         """It has ended and everything is released: say so on the disk, then to everybody."""
-        box.info = boxes.ended(box.info, state, exit_, self._core.clock.wall())
+        await self._landed(box)
+        box.end(boxes.ended(box.info, state, exit_, self._core.clock.wall()), self._core.clock.boot())
         # A creation that was never answered frees its key.
         freed = "DELETE FROM steps WHERE scope = '' AND subject = ? AND state = 0"
         undone = [(freed, (box.id,))] if exit_.reason == "create_failed" else []
@@ -140,6 +143,12 @@ class Lifecycle:
         if self._endings % _COLLECT_EVERY == 0:
             self.collect()
         return box.info
+
+    async def _landed(self, box: Box) -> None:
+        """What ran in it ended before it did, and is recorded before it: nothing happens to a sandbox after its end."""
+        ending = [flight.done for flight in box.flights.values()]
+        if ending:
+            await asyncio.wait(ending, timeout=LAND_S)
 
     def _due(self, box: Box, now: float) -> float | None:
         if box.info.state == "stopping":
@@ -167,11 +176,14 @@ class Lifecycle:
         """Forget what ended long ago, or is beyond the number that is kept, with its steps and files."""
         core = self._core
         before = core.clock.wall() - ENDED_KEEP_S
+        # By both clocks: one of them may have been set, the other one begins anew with the machine.
         sql = (
-            "SELECT id FROM sandboxes WHERE ended_at IS NOT NULL AND (ended_at < ? OR id IN (SELECT id FROM sandboxes "
-            "WHERE ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT -1 OFFSET ?)) LIMIT ?"
+            "SELECT id FROM sandboxes WHERE ended_at IS NOT NULL AND (ended_at < ? AND coalesce(idle_boot < ?, 1) "
+            "OR id IN (SELECT id FROM sandboxes WHERE ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT -1 OFFSET ?)) "
+            "LIMIT ?"
         )
-        gone = [row[0] for row in core.store.read(sql, (before, ENDED_KEEP_MAX, _COLLECT_BATCH))]
+        bounds = (before, core.clock.boot() - ENDED_KEEP_S, ENDED_KEEP_MAX, _COLLECT_BATCH)
+        gone = [row[0] for row in core.store.read(sql, bounds)]
         statements = [
             statement
             for id_ in gone

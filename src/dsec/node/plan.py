@@ -31,6 +31,9 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
 # As `run` starts a program.
 RUN: Final = How()
+# Kinds whose program lives beyond the call that started it.
+TALKED_TO: Final = frozenset({"spawn", "session"})
+PAGE_BYTES: Final = 4096
 
 # What rows of schema 1 are read with: they did not keep it.
 BARE: Final = Defaults(env=dict(ENV_DEFAULT), cwd="/", user="root")
@@ -52,7 +55,10 @@ def refuse_unsupported(spec: Spec) -> None:
         )
     if spec.image is not None:
         raise Unsupported.lacks(
-            f"image {spec.image}", "OCI import", "this node imports dir:, tar:, erofs:, store: and debootstrap: only"
+            f"image {spec.image}",
+            "OCI import",
+            "no image is pulled; base= (--base) names a layer of the node, and `docker export` with `dsec layer import "
+            "tar:ROOT.tar NAME` makes one of an image",
         )
     if spec.environment is not None:
         raise Unsupported.lacks(f"environment {spec.environment}", "environments", "name base, workspace and toolkits")
@@ -72,7 +78,7 @@ def defaults(spec: Spec, layers: Sequence[LayerInfo]) -> Defaults:
         user = layer.user or user
     env.update(spec.env)
     user = spec.user or user
-    env.setdefault("HOME", "/root" if user.split(":")[0] in ("root", "0") else "/")
+    # HOME is that of whoever a program runs as, found inside, unless somebody has set it.
     return Defaults(env=env, cwd=spec.cwd or cwd, user=user)
 
 
@@ -151,7 +157,7 @@ def run_plan(process_id: str, spec: RunSpec, base: Defaults, how: How = RUN) -> 
         stdin_open=how.stdin,
         tty=how.tty,
         control=how.control,
-        spool_bytes=0 if how.kind == "run" else limits.SPOOL_BYTES,
+        spool_bytes=0 if how.kind == "run" else how.spool_bytes,
         process_id=process_id,
         argv=tuple(spec.arguments()),
         env={**base.env, **spec.env} if spec.env else base.env,
@@ -160,6 +166,19 @@ def run_plan(process_id: str, spec: RunSpec, base: Defaults, how: How = RUN) -> 
         stdin=spec.stdin or b"",
         timeout_s=spec.timeout_s,
     )
+
+
+# What the runtime needs of the disk for one output beside what it keeps: a step of what is moved there.
+SPOOL_STEP_BYTES: Final = 256 * limits.KIB
+
+
+def spool_mib(how: How) -> float:
+    """What the output of a program may take of the node's disk at most."""
+    if how.kind not in TALKED_TO or not how.spool_bytes:
+        return 0.0
+    outputs = 1 if how.tty is not None else 3 if how.control else 2
+    pages = -(-max(how.spool_bytes, limits.OUTPUT_TAIL_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    return outputs * (limits.OUTPUT_HEAD_BYTES + pages + SPOOL_STEP_BYTES) / MIB
 
 
 COMMAND_SHOWN_CHARS: Final = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final
@@ -11,12 +12,15 @@ import msgspec
 
 from dsec.backends.base import Guest, Sink
 from dsec.model import limits
-from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound
+from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound, SandboxLost
 from dsec.model.processes import How, InputState, OutputPiece, Process, Program, SpawnSpec, Terminal
-from dsec.node.box import Box
+from dsec.model.states import SandboxInfo
+from dsec.node.box import Box, lost
 from dsec.node.core import Core, check_key, check_seconds, value_of
 from dsec.node.runs import Flight, decode_result, how_of, kept_output, never_launched
 from dsec.node.steps import ANSWERED, BEGUN, Answer, content_hash
+
+log = logging.getLogger("dsec.node.programs")
 
 # A writer whose program reads nothing is told how far it came after this long, and offers the rest again.
 INPUT_WAIT_S: Final = 5.0
@@ -52,7 +56,7 @@ class Programs:
     async def spawn(self, ref: str, spec: SpawnSpec, key: str | None = None) -> Program:
         """A program that has been launched. Under a key once."""
         spec.check()
-        how = How(kind="spawn", stdin=spec.stdin, tty=spec.tty, keepalive=spec.keepalive)
+        how = How(kind="spawn", stdin=spec.stdin, tty=spec.tty, keepalive=spec.keepalive, spool_bytes=spec.spool_bytes)
         key, digest = check_key(key), content_hash("spawn", spec)
         async with self._guest(ref) as (box, _):
             found = self._core.runs.start(box, spec.run_spec(), key, digest, how=how)
@@ -72,19 +76,21 @@ class Programs:
         box = self._core.alive(ref)
         if box is not None and (flight := box.programs.get(process_id)) is not None:
             return shown(flight)
-        scope = self._core.past(ref).id if box is None else box.id
-        return self._recorded(scope, process_id)[0]
+        return self._recorded(self._core.past(ref) if box is None else box.info, process_id)[0]
 
-    def _recorded(self, scope: str, process_id: str) -> tuple[Program, Answer | None]:
+    def _recorded(self, sandbox: SandboxInfo, process_id: str) -> tuple[Program, Answer | None]:
+        scope = sandbox.id
         step = self._core.steps.by_subject(scope, process_id)
         if step is None:
             raise NotFound(f"sandbox {scope} has no program {process_id!r}", sandbox_id=scope)
         how = how_of(step)
         answer = None if step.state == BEGUN else self._core.steps.answer(step)
+        if answer is None and sandbox.ended_at is not None:
+            answer = lost(sandbox)  # it went with its sandbox, and nobody was there to write it down
         program = Program(
             id=process_id,
             kind=how.kind,
-            state="running" if step.state == BEGUN else "ended",
+            state="running" if answer is None else "ended",
             step=step.step,
             command=step.command,
             started_at=step.begun_at,
@@ -115,7 +121,7 @@ class Programs:
                 return shown(flight)
         program = await self.find(ref, process_id)
         if program.state == "ended" and program.result is None:
-            _, answer = self._recorded(self._core.past(ref).id if box is None else box.id, process_id)
+            _, answer = self._recorded(self._core.past(ref) if box is None else box.info, process_id)
             if answer is not None:
                 value_of(answer)
         return program
@@ -131,6 +137,8 @@ class Programs:
         async with self._guest(ref) as (box, guest):
             flight = box.programs.get(process_id)
             how = self._how(box, process_id, flight)
+            if how.kind == "session":
+                raise InvalidState(f"{process_id} is a session's shell: its input are the commands", sandbox_id=box.id)
             if not how.stdin:
                 raise InvalidState(f"{process_id} was started without an input", sandbox_id=box.id)
             if eof and how.tty is not None:
@@ -138,7 +146,8 @@ class Programs:
             if flight is None:
                 return InputState(size=offset, closed=True)
             try:
-                return await asyncio.wait_for(guest.write_stdin(process_id, offset, data, eof=eof), INPUT_WAIT_S)
+                async with asyncio.timeout(INPUT_WAIT_S):
+                    return await guest.write_stdin(process_id, offset, data, eof=eof)
             except NotFound:
                 return InputState(size=offset, closed=True)
             except (TimeoutError, Exhausted):
@@ -146,6 +155,24 @@ class Programs:
                     state = (await guest.status(process_id)).input
                     return state or InputState(size=offset, closed=True)
                 return InputState(size=offset, closed=True)
+
+    async def input_state(self, ref: str, process_id: str) -> InputState:
+        """How much input was taken so far."""
+        async with self._guest(ref) as (box, guest):
+            if process_id in box.programs:
+                with suppress(NotFound):
+                    if (state := (await guest.status(process_id)).input) is not None:
+                        return state
+            return InputState(size=0, closed=True)
+
+    async def kill_left(self, box: Box, process_id: str) -> None:
+        """Kill a program, or what it has left behind."""
+        try:
+            await box.running_guest().kill(process_id)
+        except NotFound:
+            log.debug("nothing is known of process %s any more", process_id)
+        except SandboxLost as error:
+            raise box.end_told(error) from error
 
     def _how(self, box: Box, process_id: str, flight: Flight | None) -> How:
         if flight is not None:
@@ -175,15 +202,16 @@ class Programs:
             with suppress(NotFound):
                 async with self._guest(ref) as (_, guest):
                     return await guest.read_output(process_id, stream, offset, PIECE_BYTES)
-        return self._read_recorded(self._core.past(ref).id if box is None else box.id, process_id, stream, offset)
+        past = self._core.past(ref) if box is None else box.info
+        return self._read_recorded(past, process_id, stream, offset)
 
-    def _read_recorded(self, scope: str, process_id: str, stream: int, offset: int) -> OutputPiece:
-        program, _ = self._recorded(scope, process_id)
+    def _read_recorded(self, sandbox: SandboxInfo, process_id: str, stream: int, offset: int) -> OutputPiece:
+        program, _ = self._recorded(sandbox, process_id)
         if program.result is None:
             return OutputPiece(stream=stream, offset=offset, data=b"", total=offset, ended=True)
         output = program.result.out if stream == 1 else program.result.err
-        _, at, data = next(kept_output(output, stream, offset), (stream, output.total, b""))
-        return OutputPiece(stream=stream, offset=at, data=data, total=output.total, ended=True)
+        kept = ((at, data) for _, at, data in kept_output(output, stream, offset))
+        return OutputPiece.first_of(stream, kept, output.total, ended=True)
 
     def follow(
         self, ref: str, process_id: str, sink: Sink, offsets: tuple[int, int], *, lossy: bool

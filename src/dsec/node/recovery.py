@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, cast, get_args
 
 from dsec.backends.base import Exit, Handle
 from dsec.model import failpoint
 from dsec.model.errors import SandboxLost, Unavailable
 from dsec.model.limits import PROGRAMS_KEPT
-from dsec.model.states import EndReason
+from dsec.model.states import EndReason, SandboxInfo
 from dsec.node import box as boxes
 from dsec.node.admission import Need
 from dsec.node.box import SELECT, Box, Row, read_row
 from dsec.node.core import NODE_SCOPE, Core
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.plan import spool_mib
+from dsec.node.runs import how_of
 from dsec.node.steps import Step
 from dsec.node.store import Statement
 
@@ -61,7 +63,11 @@ class Recovery:
         rows = core.store.read("SELECT id FROM sandboxes WHERE ended_at IS NULL")
         if known and rows:
             log.warning("the machine has booted since: %d sandboxes are lost", len(rows))
-        await core.store.commit(("INSERT OR REPLACE INTO meta VALUES ('boot_id', ?)", (now,)))
+        await core.store.commit(
+            ("INSERT OR REPLACE INTO meta VALUES ('boot_id', ?)", (now,)),
+            # Times of another boot say nothing in this one.
+            ("UPDATE sandboxes SET idle_boot = NULL WHERE ended_at IS NOT NULL", ()),
+        )
         return bool(known)
 
     def _check_backends(self, rows: Iterable[Row]) -> None:
@@ -102,8 +108,15 @@ class Recovery:
         exit_ = Exit(reason=row.info.end_reason if was_stopping and row.info.end_reason else reason)
         ours = was_stopping and exit_.reason in ("stopped", "idle", "lifetime")
         box = Box(row.info, row.base)
-        box.info = boxes.ended(row.info, "stopped" if ours else "lost", exit_, self._core.clock.wall())
-        await self._core.store.commit(box.row())
+        clock = self._core.clock
+        box.end(boxes.ended(row.info, "stopped" if ours else "lost", exit_, clock.wall()), clock.boot())
+        # What went with a sandbox that nobody stopped may have ended before, nobody knows how.
+        await self._core.store.commit(box.row(), *(self._ends(box.info) if ours else ()))
+
+    def _ends(self, info: SandboxInfo) -> Iterator[Statement]:
+        """Of all that was begun in a sandbox that is being stopped, or was: nobody waits for it any more."""
+        for step in self._core.steps.open(info.id):
+            yield self._core.steps.end(info.id, step.key, boxes.lost(info), step.subject, spooled=False)[0]
 
     async def _attach(self, row: Row, handle: Handle) -> None:
         core = self._core
@@ -118,16 +131,27 @@ class Recovery:
         box.expires_boot = row.expires_boot
         number, last_boot = core.steps.last(box.id)
         box.next_step = number + 1
-        box.kept.extend(core.steps.kept(box.id, PROGRAMS_KEPT))
+        self._keep(box)
         box.idle_boot = max(row.idle_boot or 0.0, last_boot or 0.0)
         box.ready.set_result(None)
         core.add(box)
         core.admission.restore(box.id, Need.of(row.info.spec))
         failpoint.at("recover.attached")
         if row.info.state == "stopping":
+            await core.store.commit(*self._ends(row.info))
             core.deadlines.watch(box.id, core.clock.boot())
         else:
             self._lifecycle.settle(box)
+
+    def _keep(self, box: Box) -> None:
+        """The newest programs that were talked to keep their output; some before them may not have been let go."""
+        programs = self._core.steps.kept(box.id, 2 * PROGRAMS_KEPT)
+        for step in programs[:-PROGRAMS_KEPT]:
+            if box.guest is not None:
+                box.guest.discard(step.subject)
+        for step in programs[-PROGRAMS_KEPT:]:
+            box.kept.append(step.subject)
+            self._core.admission.restore_spool(step.subject, spool_mib(how_of(step)))
 
     async def _end_orphan(self, handle: Handle) -> None:
         log.warning("sandbox %s has no row: ending it", handle.id)

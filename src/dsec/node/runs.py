@@ -32,17 +32,16 @@ from dsec.model.limits import PROGRAMS_KEPT
 from dsec.model.processes import How
 from dsec.model.specs import RunSpec
 from dsec.model.states import Output, RunOutcome, RunResult
+from dsec.node.admission import Admission
 from dsec.node.box import Box
 from dsec.node.clock import Clock
-from dsec.node.plan import RUN, run_plan, shown_command
+from dsec.node.plan import RUN, TALKED_TO, run_plan, shown_command, spool_mib
 from dsec.node.steps import BEGUN, Answer, Step, Steps, conflict
 from dsec.node.store import Store
 
 log = logging.getLogger("dsec.node.runs")
 
 RUNS_IN_FLIGHT_MAX: Final = 4096  # of one sandbox
-# Kinds whose program lives beyond the call that started it.
-TALKED_TO: Final = frozenset({"spawn", "session"})
 
 encode = msgspec.msgpack.Encoder().encode
 decode_how = msgspec.msgpack.Decoder(How).decode
@@ -130,8 +129,11 @@ class Flight:
 class Runs:
     """Runs of all sandboxes of a node."""
 
-    def __init__(self, store: Store, steps: Steps, clock: Clock, became_idle: Callable[[Box], None]) -> None:
+    def __init__(
+        self, store: Store, steps: Steps, admission: Admission, clock: Clock, became_idle: Callable[[Box], None]
+    ) -> None:
         self._store = store
+        self._admission = admission
         self._steps = steps
         self._clock = clock
         self._became_idle = became_idle
@@ -143,7 +145,7 @@ class Runs:
         flight = box.flights.get(key)
         if flight is not None:
             if flight.hash != digest:
-                raise conflict(key, how.kind)
+                raise conflict(key, how.kind, flight.command)
             return flight
         found = self._steps.find(box.id, key, digest, how.kind)
         if found is not None and found.state != BEGUN:
@@ -158,7 +160,9 @@ class Runs:
             # Begun and nobody waits: the runtime was out of reach. The same process id starts it at most once.
             flight = Flight(digest, found.subject, found.step, found.begun_at, found.command, how=how)
         else:
-            flight = Flight(digest, new_process_id(), box.next_step, self._clock.wall(), shown_command(spec), how=how)
+            process_id = new_process_id()
+            self._admission.hold_spool(process_id, spool_mib(how))
+            flight = Flight(digest, process_id, box.next_step, self._clock.wall(), shown_command(spec), how=how)
             box.next_step += 1
         flight.sink = sink
         plan = run_plan(flight.process_id, spec, box.base, how)
@@ -180,6 +184,7 @@ class Runs:
             box.active += 1
         if flight.how.kind in TALKED_TO:
             box.programs[flight.process_id] = flight
+            self._admission.restore_spool(flight.process_id, spool_mib(flight.how))
         flight.task = asyncio.get_running_loop().create_task(self._fly(box, key, flight, work))
 
     async def _fly(self, box: Box, key: str, flight: Flight, work: Work) -> None:
@@ -201,9 +206,21 @@ class Runs:
             if not box.active:
                 self._became_idle(box)
         if flight.how.kind in TALKED_TO:
-            _keep(box, flight.process_id)
+            self._keep(box, flight, answer)
         elif flight.how is RUN and isinstance(answer, bytes) and box.guest is not None:
             box.guest.discard(flight.process_id)
+
+    def _keep(self, box: Box, flight: Flight, answer: Answer) -> None:
+        """A program that was talked to has ended: its output stays readable, that of the oldest makes room."""
+        box.programs.pop(flight.process_id, None)
+        box.kept.append(flight.process_id)
+        if not isinstance(answer, bytes):
+            self._admission.release_spool(flight.process_id)  # nothing of it is kept
+        while len(box.kept) > PROGRAMS_KEPT:
+            oldest = box.kept.popleft()
+            self._admission.release_spool(oldest)
+            if box.guest is not None:
+                box.guest.discard(oldest)
 
     async def _run(
         self, box: Box, key: str, flight: Flight, plan: RunPlan, sink: Sink | None, *, begun: bool
@@ -277,16 +294,6 @@ class Runs:
 def how_of(step: Step) -> How:
     """How the program of a row was started."""
     return RUN if step.extra is None else decode_how(step.extra)
-
-
-def _keep(box: Box, process_id: str) -> None:
-    """A program that was talked to has ended: its output stays readable, that of the oldest makes room."""
-    box.programs.pop(process_id, None)
-    box.kept.append(process_id)
-    while len(box.kept) > PROGRAMS_KEPT:
-        oldest = box.kept.popleft()
-        if box.guest is not None:
-            box.guest.discard(oldest)
 
 
 def result_of(flight: Flight, outcome: RunOutcome) -> RunResult:

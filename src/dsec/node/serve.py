@@ -27,9 +27,11 @@ from dsec.node.claim import claim_cgroup, own_state
 from dsec.node.clock import SystemClock
 from dsec.node.config import NodeConfig
 from dsec.node.http.app import App
-from dsec.node.http.auth import PeerGuard, load_tokens
+from dsec.node.http.auth import Pages, PeerGuard, load_tokens
+from dsec.node.http.bodies import Bodies
 from dsec.node.http.server import Listener, tcp_socket, unix_socket
 from dsec.node.layers import Layers
+from dsec.node.memory import GiveBack, trimmer
 from dsec.node.simulated import SimulatedLayers
 from dsec.node.store import Store, write_whole
 
@@ -147,8 +149,10 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None, *, words_a
         gauge=EndlessGauge() if simulated else MachineGauge(config.state_dir, clock),
         clock=clock,
     )
+    give_back = GiveBack(trimmer())
     try:
         await node.start()
+        give_back.start()
         listeners = await _listen(config, node)
         log.info("node %s serves %s (version %s, pid %d)", config.node, config.socket, VERSION, os.getpid())
         if words_apart:
@@ -156,21 +160,27 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None, *, words_a
         if ready is not None:
             ready.set()
         await stop.wait()
-        log.info("node %s stops; its sandboxes live on", config.node)
+        left = f"its sandboxes live on: {len(node.core.boxes)}" if node.core.boxes else "it has no sandboxes"
+        log.info("node %s stops; %s", config.node, left)
         await asyncio.gather(*(listener.close() for listener in listeners))
     finally:
+        give_back.close()
         await node.close()
         config.socket.unlink(missing_ok=True)
 
 
 async def _listen(config: NodeConfig, node: Node) -> list[Listener]:
-    listeners = [Listener(App(node, PeerGuard()), unix_socket(config.socket), peer=True)]
+    pages, bodies = Pages(config.origins), Bodies()
+    listeners = [Listener(App(node, PeerGuard(), pages, bodies), unix_socket(config.socket), peer=True)]
     if config.listen is not None:
         key_file = config.state_dir / "api-key"
         guard, made = load_tokens(config.token_file, lambda key: write_whole(key_file, f"{key}\n".encode()))
         if made is not None:
             log.info("made a key for TCP: %s; use it as DSEC_API_KEY", key_file)
-        listeners.append(Listener(App(node, guard), tcp_socket(*config.listen), peer=False, tls=config.tls()))
+        tls = config.tls()
+        # With TLS a browser finds out by itself who has another's name.
+        pages = Pages(config.origins, names=tls is None)
+        listeners.append(Listener(App(node, guard, pages, bodies), tcp_socket(*config.listen), peer=False, tls=tls))
     # The Unix socket last: who finds it answering finds all of them.
     for listener in reversed(listeners):
         await listener.start()

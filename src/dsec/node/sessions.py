@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -31,26 +30,31 @@ from dsec.model.errors import (
     NotFound,
     ProgramNotStarted,
     SandboxLost,
+    Unavailable,
     Unknown,
 )
-from dsec.model.processes import CommandSpec, How, Program, Session, SessionSpec, quoted
+from dsec.model.processes import CommandSpec, How, Program, Session, SessionSpec
 from dsec.model.specs import RunSpec
 from dsec.model.states import Cause, RunOutcome, Usage
 from dsec.node.box import Box
 from dsec.node.core import Core, check_key, encode, value_of
-from dsec.node.files import FileCalls
+from dsec.node.files import FileCalls, remove, write
 from dsec.node.plan import shown_command
 from dsec.node.programs import Programs, launched
-from dsec.node.runs import Flight, new_process_id, result_of
+from dsec.node.runs import Flight, decode_result, new_process_id, result_of
+from dsec.node.shelltext import GIVE_UP, Border, border_behind, script
 from dsec.node.steps import BEGUN, Answer, Step, content_hash
 
 log = logging.getLogger("dsec.node.sessions")
 
-# After a command was killed its shell says what it answered, unless it is busy itself: then it is killed too.
+# After a command was cut its shell says what it answered, unless it cannot be reached: then it is killed too.
 ANSWER_WITHIN_S: Final = 2.0
+# A shell that waits for nothing gives up by itself. Until then nothing is killed: not what it needs for that.
+GIVES_UP_WITHIN_S: Final = 0.05
+ASKED_AGAIN_S: Final = 0.25
+# Before a kill is asked for again that a runtime did not answer.
+KILL_AGAIN_S: Final = 0.1
 SIGKILL: Final = 9
-_CONTROL_LINE_MAX: Final = 4096
-_STATUS: Final = re.compile(rb"(\d{1,12}) (\d{1,3})\Z")
 SHELLS: Final = (("bash", "--noprofile", "--norc"), ("sh",))
 
 
@@ -65,8 +69,11 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     usage: Usage
     limits_hit: tuple[str, ...]
+    met: dict[str, int] = {}
     stdin: str | None = None  # the file with what it reads
     ends_boot: float | None = None  # when (boot clock) its time is over
+    timeout_s: float | None = None
+    first: bool = False  # it says when its shell may be told to give up
 
 
 _decode_given = msgspec.msgpack.Decoder(Given).decode
@@ -80,6 +87,7 @@ class Shell:
         self.waiting = 0
         self.last = 0  # what the last command answered
         self.ends: tuple[int, ...] | None = None  # where the output of the next begins
+        self.minds = False  # it is known to mind being told to give up
 
 
 class Command(Flight):
@@ -100,29 +108,6 @@ class Command(Flight):
         """Its time is over, or it is not wanted any more."""
         if not self.cut.done():
             self.cut.set_result(cause)
-
-
-class Border:
-    """Finds the line on the control stream that ends a command. What else comes there is not believed."""
-
-    def __init__(self, number: int) -> None:
-        self._number = b"%d" % number
-        self._line = b""
-        self.answer: int | None = None
-        self.end = 0
-
-    def feed(self, offset: int, data: bytes) -> bool:
-        """Whether the command has ended."""
-        for at, byte in enumerate(data):
-            if byte != 0x0A:
-                self._line = (self._line + data[at : at + 1])[-_CONTROL_LINE_MAX:]
-                continue
-            found = _STATUS.match(self._line)
-            self._line = b""
-            if found is not None and found[1] == self._number:
-                self.answer, self.end = int(found[2]) & 0xFF, offset + at + 1
-                return True
-        return False
 
 
 class Sessions:
@@ -206,9 +191,8 @@ class Sessions:
         """End it, with all it has begun. Nothing to do when it has ended."""
         box = await self._ready(ref)
         session = await self.get(ref, session_id)
+        await self._programs.kill_left(box, session_id)
         if session.state == "running":
-            with suppress(NotFound):
-                await box.running_guest().kill(session_id)
             flight = box.programs.get(session_id)
             if flight is not None:
                 await flight.answer()
@@ -233,7 +217,7 @@ class Sessions:
         box.running_guest()
         session = await self.get(ref, session_id)
         if session.state == "ended":
-            raise _over(session_id, session.exit_code)
+            raise self._over(box.id, session)
         if found is not None:
             raise Unknown(f"the command under key {key!r} was begun; whether it ran is not known", sandbox_id=box.id)
         shell = box.shells.setdefault(session_id, Shell())
@@ -281,7 +265,7 @@ class Sessions:
             raise await self._why_not(box, command, None)
         number = secrets.randbelow(10**12)
         stdin = None if spec.stdin is None else f"/dev/shm/.dsec-{number}"
-        text = script(spec.text(), number, shell.last, stdin)
+        text = script(spec.text(), number, shell.last, stdin, first=not shell.minds)
         given = Given(
             session=command.session,
             number=number,
@@ -291,8 +275,11 @@ class Sessions:
             fence=fence,
             usage=status.usage,
             limits_hit=status.limits_hit,
+            met=status.met,
             stdin=stdin,
             ends_boot=None if spec.timeout_s is None else self._core.clock.boot() + spec.timeout_s,
+            timeout_s=spec.timeout_s,
+            first=not shell.minds,
         )
         if stdin is not None:
             await self._put_stdin(box, command, stdin, spec.stdin or b"")
@@ -344,12 +331,20 @@ class Sessions:
             left = max(0.0, given.ends_boot - self._core.clock.boot())
             timer = loop.call_later(left, command.end_early, "timeout")
         captures = tuple(Capture(limits.OUTPUT_HEAD_BYTES, limits.OUTPUT_TAIL_BYTES) for _ in range(2))
-        border = Border(given.number)
+        minds = asyncio.Event()
+        if not given.first:
+            minds.set()
+        border = Border(given.number, minds.set)
         reading = asyncio.ensure_future(self._read(guest, command, captures, border))
-        ending = asyncio.ensure_future(self._cut(guest, command, given.fence, border))
+        ending = asyncio.ensure_future(self._cut(guest, command, given.fence, minds))
         start = loop.time()
         try:
             died = await reading
+            if died is None and command.cut.done():
+                border, died = await self._after_cut(guest, command, given, captures)
+            if died is not None and command.cut.done():
+                # By itself, or with a program it had become; what that had begun is there yet.
+                await _insist(lambda: guest.kill(command.session))
         except SandboxLost as error:
             return await self._core.runs.record(box, key, command, box.end_told(error))
         except (NotFound, Unknown) as error:
@@ -363,24 +358,29 @@ class Sessions:
             await asyncio.gather(reading, ending, return_exceptions=True)
             if given.stdin is not None:
                 with suppress(DsecError):
-                    await self._files.remove(box.id, given.stdin.encode(), recursive=False)
+                    await self._files.do(box.id, remove(given.stdin.encode()))
         duration_s = loop.time() - start
         status: ProgramStatus | None = None
         if died is None:
-            shell.last = border.answer or 0
+            shell.minds = True
+            shell.last = 128 + SIGKILL if command.cut.done() else border.answer or 0
             out, err = (base + c.total for base, c in zip(given.offsets, captures, strict=False))
             shell.ends = (out, err, border.end)
+            if border.not_begun:
+                return await self._core.runs.record(box, key, command, _no_input(box, given))
             with suppress(DsecError):
                 status = await guest.status(command.session)
         cause = command.cut.result() if command.cut.done() else None
         outcome = _outcome(border, died, cut=cause, status=status, given=given, captures=captures)
         outcome = msgspec.structs.replace(outcome, started_at=began, duration_s=duration_s)
-        return await self._core.runs.record(box, key, command, encode(result_of(command, outcome)))
+        result = msgspec.structs.replace(result_of(command, outcome), session_ended=died is not None)
+        return await self._core.runs.record(box, key, command, encode(result))
 
     async def _read(
         self, guest: Guest, command: Command, captures: tuple[Capture, ...], border: Border
     ) -> RunOutcome | None:
-        """Everything up to the border; the shell's own end, if that comes first."""
+        """Everything more up to the border; the shell's own end, if that comes first."""
+        out, err = (capture.total for capture in captures)
 
         async def sink(stream: int, offset: int, data: bytes) -> None:
             capture = captures[stream - 1]
@@ -389,17 +389,42 @@ class Sessions:
             if command.sink is not None and not command.detached:
                 await command.sink(stream, offset, data)
 
-        return await _up_to(border, guest, command, sink, (0, 0))
+        return await _up_to(border, guest, command, sink, (out, err))
 
-    async def _cut(self, guest: Guest, command: Command, fence: int, border: Border) -> None:
-        """Once it is to end: kill what it has begun, then, if its shell is busy itself, the shell."""
+    async def _cut(self, guest: Guest, command: Command, fence: int, minds: asyncio.Event) -> None:
+        """Once it is to end: its shell gives up the text, and what it has begun is killed.
+
+        In this order: a shell whose program is killed first would begin the next one. This is cancelled once the shell
+        has answered; one that has not in time is killed.
+        """
         await asyncio.wait((command.cut,))  # not the future itself, which would be cancelled with us
+        with suppress(TimeoutError):
+            await asyncio.wait_for(minds.wait(), ANSWER_WITHIN_S)
+            await _insist(lambda: guest.kill(command.session, GIVE_UP))
+            await asyncio.sleep(GIVES_UP_WITHIN_S)
+            await _insist(lambda: guest.kill_fence(command.session, fence))
+            for _ in range(round(ANSWER_WITHIN_S / ASKED_AGAIN_S)):
+                await asyncio.sleep(ASKED_AGAIN_S)
+                # Its text may only have come after the signal.
+                await _insist(lambda: guest.kill(command.session, GIVE_UP))
+        await _insist(lambda: guest.kill(command.session))
+
+    async def _after_cut(
+        self, guest: Guest, command: Command, given: Given, captures: tuple[Capture, ...]
+    ) -> tuple[Border, RunOutcome | None]:
+        """The border behind a cut command: its shell may have given up before what it has begun was killed.
+
+        What the shell has to say of that is of this command and not of the next.
+        """
+        number = secrets.randbelow(10**12)
+        border = Border(number)
+        await _insist(lambda: guest.kill_fence(command.session, given.fence))
         with suppress(DsecError):
-            await guest.kill_fence(command.session, fence)
-        await asyncio.sleep(ANSWER_WITHIN_S)
-        if border.answer is None:
-            with suppress(DsecError):
-                await guest.kill(command.session)
+            status = await guest.status(command.session)
+            if status.input is not None:
+                await _give(guest, command.session, status.input.size, border_behind(number))
+        # A shell that was not reached, or does not answer any more, is killed by `_cut`.
+        return border, await self._read(guest, command, captures, border)
 
     def follow(self, box: Box, command: Command, sink: Sink, offsets: tuple[int, int]) -> asyncio.Task[object]:
         """Read along with a command that another call has begun; ends with it."""
@@ -413,7 +438,7 @@ class Sessions:
         async def pieces() -> AsyncIterator[bytes]:
             yield data
 
-        await self._files.write(box.id, path.encode(), pieces(), mode=0o644, parents=False, exclusive=True)
+        await self._files.do(box.id, write(path.encode(), pieces(), mode=0o644, exclusive=True))
 
     async def _why_not(self, box: Box, command: Command, error: DsecError | None) -> DsecError:
         """Why a command could not be given: nearly always its shell has ended."""
@@ -422,25 +447,55 @@ class Sessions:
             await asyncio.wait((flight.done,), timeout=ANSWER_WITHIN_S)
         session = await self.get(box.id, command.session)
         if session.state == "ended" or error is None:
-            return _over(command.session, session.exit_code)
+            return self._over(box.id, session)
         return error
 
+    def _over(self, scope: str, session: Session) -> InvalidState:
+        """The error of a call that comes after the end. What ended it may have been the cut of its last command."""
+        how = "" if session.exit_code is None else f" (its shell answered {session.exit_code})"
+        detail: dict[str, Any] = {"session": session.id, "exit_code": session.exit_code}
+        if (found := self._cut_last(scope, session.id)) is not None:
+            given, cause = found
+            after = f" after its timeout of {given.timeout_s:g} s" if given.timeout_s and cause == "timeout" else ""
+            how = f": its last command was stopped{after}, and its shell did not come back"
+            detail["cause"] = cause
+        way = "start another, under another key if it has one"
+        return InvalidState(f"session {session.id} has ended{how}; {way}", detail=detail)
 
-def script(text: bytes, number: int, last: int, stdin: str | None) -> bytes:
-    """What a shell is given for a command.
+    def _cut_last(self, scope: str, session: str) -> tuple[Given, Cause] | None:
+        """The last command of a session and what ended it early, if the shell ended with it."""
+        for step in self._core.steps.of_kind(scope, "command"):
+            if step.extra is None or (given := _decode_given(step.extra)).session != session:
+                continue
+            answer = self._core.steps.answer(step) if step.state != BEGUN else None
+            if not isinstance(answer, bytes):
+                return None
+            result = decode_result(answer)
+            return (given, result.cause) if result.session_ended and result.cause in ("timeout", "killed") else None
+        return None
 
-    `eval` keeps a syntax error to the command; `command` keeps the shell alive where an error of a special built-in
-    would end it. No braces: bash 5.2 takes them for words after a text whose quotes were open. The first line gives the
-    command the `$?` of the one before; what stands before `&&` ends no shell and sets off no trap. The answer has a
-    line of its own, whatever else was written there.
+
+async def _insist(kill: Callable[[], Awaitable[None]]) -> None:
+    """Until it is done, or there is nothing to be killed any more: what a runtime that died meanwhile was asked for,
+    the next may know nothing of.
     """
-    before = b"(exit %d) && :\n" % last if last else b""
-    source = quoted((stdin or "/dev/null").encode())
-    return b"%s\\command eval %s <%s 3>&-\n\\command printf '\\n%%d %%d\\n' %d \"$?\" >&3\n" % (
-        before,
-        quoted(text + b"\n"),
-        source,
-        number,
+    while True:
+        try:
+            return await kill()
+        except (Unknown, Unavailable) as error:
+            log.info("asked for again: %s", error)
+            await asyncio.sleep(KILL_AGAIN_S)
+        except DsecError:
+            return
+
+
+def _no_input(box: Box, given: Given) -> ProgramNotStarted:
+    path = given.stdin or "/dev/null"
+    return ProgramNotStarted(
+        f"the session's shell cannot open {path}, which the command was to read: nothing ran. Programs of the sandbox "
+        "can remove it; `run` needs it not",
+        detail={"field": "stdin"},
+        sandbox_id=box.id,
     )
 
 
@@ -493,6 +548,9 @@ def _outcome(
 ) -> RunOutcome:
     out, err = (capture.output() for capture in captures)
     hit = set(died.limits_hit if died else status.limits_hit if status else ()) - set(given.limits_hit) - {"output"}
+    # What an earlier command of the session has met too is known by its count.
+    hit |= {name for name, count in (status.met if status else {}).items() if count > given.met.get(name, 0)}
+    hit |= {"memory"} if died and died.cause == "oom" else set()
     if out.dropped_bytes or err.dropped_bytes:
         hit.add("output")
     used = died.usage if died else status.usage if status else given.usage
@@ -515,11 +573,4 @@ def _outcome(
         out=out,
         err=err,
         usage=usage,
-    )
-
-
-def _over(session_id: str, exit_code: int | None) -> InvalidState:
-    how = "" if exit_code is None else f" (its shell answered {exit_code})"
-    return InvalidState(
-        f"session {session_id} has ended{how}; start another", detail={"session": session_id, "exit_code": exit_code}
     )

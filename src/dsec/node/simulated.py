@@ -20,7 +20,8 @@ class SimulatedLayers:
 
     def resolve(self, ref: str) -> LayerInfo:
         if ref.startswith("missing"):
-            raise NotFound(f"no layer {ref!r}", detail={"ref": ref})
+            hint = "there is every other"
+            raise NotFound(f"no layer {ref!r}; {hint}", detail={"ref": ref, "hint": hint})
         digest = ref if is_digest(ref) else "sha256:" + hashlib.sha256(ref.encode()).hexdigest()
         return self._layers.setdefault(digest, LayerInfo(digest=digest, names=() if ref == digest else (ref,)))
 

@@ -7,6 +7,7 @@ value or with the error that came of it. A key is scoped to its sandbox; creatio
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,10 +85,12 @@ def content_hash(kind: str, content: object) -> bytes:
     return hashlib.blake2b(_encoder.encode((kind, content)), digest_size=16).digest()
 
 
-def conflict(key: str, kind: str) -> Conflict:
-    """The error for a key that was used for something else."""
+def conflict(key: str, kind: str, command: str = "") -> Conflict:
+    """The error for a key that was used for something else: of what there was, only the command is kept."""
+    before = f" (of {command!r})" if command else ""
     return Conflict(
-        f"idempotency key {key!r} was used before with other content; use a new key for a new {kind}",
+        f"idempotency key {key!r} was used before with other content{before}; every field counts, also a timeout; use "
+        f"a new key for a new {kind}",
         detail={"key": key},
     )
 
@@ -106,7 +109,7 @@ class Steps:
             return None
         step = Step(*rows[0])
         if step.hash != digest:
-            raise conflict(key, kind)
+            raise conflict(key, kind, step.command)
         return step
 
     def open(self, scope: str) -> list[Step]:
@@ -123,13 +126,18 @@ class Steps:
         rows = self._store.read(sql, (scope, subject))
         return Step(*rows[0]) if rows else None
 
-    def kept(self, scope: str, count: int) -> list[str]:
+    def of_kind(self, scope: str, kind: str) -> Iterator[Step]:
+        """The rows of one kind of a sandbox, the newest first."""
+        sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND kind = ? ORDER BY step DESC"
+        yield from (Step(*row) for row in self._store.read(sql, (scope, kind)))
+
+    def kept(self, scope: str, count: int) -> list[Step]:
         """The newest ended programs of a sandbox that were talked to, the oldest of them first."""
         sql = (
-            "SELECT subject FROM steps WHERE scope = ? AND kind IN ('spawn', 'session') AND state <> 0 "
+            f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND kind IN ('spawn', 'session') AND state <> 0 "
             "ORDER BY step DESC LIMIT ?"
         )
-        return [row[0] for row in reversed(self._store.read(sql, (scope, count)))]
+        return [Step(*row) for row in reversed(self._store.read(sql, (scope, count)))]
 
     def last(self, scope: str) -> tuple[int, float | None]:
         """The highest step number of a sandbox and when (boot clock) its last call was answered."""

@@ -28,6 +28,7 @@ from dsec.linux.full import is_full
 from dsec.model import failpoint
 from dsec.model.errors import DsecError, NodeDiskFull, Unavailable
 from dsec.node import schema
+from dsec.node.bell import Bell
 from dsec.node.reserve import Reserve
 
 log = logging.getLogger("dsec.node.store")
@@ -96,6 +97,7 @@ class Store:
         self._held = False  # the helper is writing
         self._broken: DsecError | None = None
         self.closed = False
+        self.changed = Bell()  # rung when something was written
         self.commits = 0  # transactions so far: how well grouping works is commits per change
 
     def _open(self) -> sqlite3.Connection:
@@ -254,6 +256,7 @@ class Store:
         self._owed.clear()
         self.commits += 1
         self._logged += len(statements)
+        self.changed.ring()
         if self._reserve.short and self.commits % _REFILL_EVERY == 0:
             self._helper.submit(self._reserve.fill)
         return None

@@ -94,7 +94,10 @@ class LocalTree:
                 continue
             member.uid = member.gid = 0
             member.uname = member.gname = ""
-            archive.addfile(member)
+            # Not by `addfile`: since Python 3.13 it wants a file of which it reads all.
+            header = member.tobuf(archive.format, archive.encoding, archive.errors)
+            sent.write(header)
+            archive.offset += len(header)
             if not member.isreg():
                 continue
             for data in LocalFile(path).pieces() if member.size else ():

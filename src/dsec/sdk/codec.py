@@ -9,13 +9,14 @@ import msgspec
 from dsec.model import limits
 from dsec.model.errors import DsecError, InvalidSpec, Retry, from_wire
 from dsec.model.events import Event
-from dsec.model.files import FileEvent, TreeReport
+from dsec.model.files import DiffReport, FileChange, FileEvent, TreeReport
 from dsec.model.states import LayerInfo, RunResult, SandboxInfo
 from dsec.sdk.http1 import Garbage
 
 MSGPACK: Final = "application/msgpack"
 SEQUENCE: Final = "application/vnd.dsec.msgpack-seq"
 OCTETS: Final = "application/octet-stream"
+_LENGTH_BYTES: Final = 4
 REPLY_MAX_BYTES: Final = 256 * limits.MIB
 
 T = TypeVar("T")
@@ -92,6 +93,14 @@ class WatchItem(msgspec.Struct):
     error: ErrorBody | None = None
 
 
+class DiffItem(msgspec.Struct):
+    """One item of a diff."""
+
+    changes: tuple[FileChange, ...] = ()
+    report: DiffReport | None = None
+    error: ErrorBody | None = None
+
+
 class EventItem(msgspec.Struct):
     """One item of a stream of events."""
 
@@ -128,12 +137,20 @@ def _decoder(to: type[T]) -> msgspec.msgpack.Decoder[T]:
     return decoder
 
 
-def decode(data: bytes, to: type[T]) -> T:
+def decode(data: bytes | memoryview, to: type[T]) -> T:
     """An answer's body. Raises Garbage when it is not what was agreed."""
     try:
         return _decoder(to).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Garbage(f"an answer that does not decode: {error}") from error
+
+
+def decode_json(data: bytes, to: type[T]) -> T:
+    """A message in JSON. Raises Garbage when it is not what was agreed."""
+    try:
+        return msgspec.json.decode(data, type=to)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Garbage(f"a message that does not decode: {error}") from error
 
 
 def decode_error(data: bytes, media_type: str) -> DsecError:
@@ -150,24 +167,40 @@ class Items:
     """Cuts a stream's bytes into items: each a length (u32, big endian) and that many bytes of msgpack."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._data = b""
+        self._at = 0
+        self._late: list[bytes] = []  # behind `_data`; put together once an item is whole
+        self._have = 0
+        self._need = _LENGTH_BYTES
 
     def feed(self, data: bytes) -> None:
         """More bytes of the body."""
-        self._buffer += data
+        self._late.append(data)
+        self._have += len(data)
 
-    def take(self) -> bytes | None:
+    def take(self) -> memoryview | None:
         """The next whole item, or None."""
-        if len(self._buffer) < 4:
-            return None
-        size = int.from_bytes(self._buffer[:4], "big")
-        if size > limits.FRAME_MAX_BYTES:
-            raise Garbage(f"a stream item of {size} bytes (at most {limits.FRAME_MAX_BYTES})")
-        if len(self._buffer) < 4 + size:
-            return None
-        item = bytes(self._buffer[4 : 4 + size])
-        del self._buffer[: 4 + size]
-        return item
+        while self._have >= self._need:
+            view = self._view()
+            if self._need > _LENGTH_BYTES:
+                item = view[self._at + _LENGTH_BYTES : self._at + self._need]
+                self._at += self._need
+                self._have -= self._need
+                self._need = _LENGTH_BYTES
+                return item
+            size = int.from_bytes(view[self._at : self._at + _LENGTH_BYTES], "big")
+            if not 0 < size <= limits.FRAME_MAX_BYTES:
+                raise Garbage(f"a stream item of {size} bytes (at most {limits.FRAME_MAX_BYTES})")
+            self._need += size
+        return None
+
+    def _view(self) -> memoryview:
+        if self._late:
+            rest = memoryview(self._data)[self._at :]
+            self._data = b"".join((rest, *self._late)) if rest or len(self._late) > 1 else self._late[0]
+            self._at = 0
+            self._late.clear()
+        return memoryview(self._data)
 
 
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")

@@ -13,6 +13,7 @@ from typing import Final
 HEAD_MAX_BYTES: Final = 64 * 1024
 _CHUNK_LINE_MAX_BYTES: Final = 1024
 _NO_BODY: Final = (204, 304)
+SWITCHING: Final = 101
 
 
 class Broken(Exception):
@@ -90,14 +91,20 @@ class Head:
 
 
 class Response:
-    """Takes received bytes, gives the head and then the body's bytes. One per request."""
+    """Takes received bytes, gives the head and then the body's bytes. One per request.
 
-    __slots__ = ("_buffer", "_chunked", "_left", "done", "head")
+    `upgrade`: the request asks for another protocol; status 101 ends the answer, and what comes behind it is that.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_at", "_chunked", "_data", "_left", "_upgrade", "done", "head")
+
+    def __init__(self, *, upgrade: bool = False) -> None:
+        self._upgrade = upgrade
         self.head: Head | None = None
         self.done = False
-        self._buffer = bytearray()
+        # What was received, from `_at` on; never changed, so that taking from it is one copy at most.
+        self._data = b""
+        self._at = 0
         self._chunked = False
         # Bytes of the body (or of its present chunk) still to come; None: until the connection ends.
         self._left: int | None = 0
@@ -105,7 +112,8 @@ class Response:
     def feed(self, data: bytes) -> None:
         """Bytes as received; none: the other side has closed."""
         if data:
-            self._buffer += data
+            self._data = self._data[self._at :] + data if self._at < len(self._data) else data
+            self._at = 0
         elif self.head is not None and self._left is None and not self._chunked:
             self.done = True
         elif not self.done:
@@ -118,17 +126,21 @@ class Response:
     @property
     def started(self) -> bool:
         """Whether any byte of the answer has come."""
-        return self.head is not None or bool(self._buffer)
+        return self.head is not None or self._there > 0
+
+    @property
+    def _there(self) -> int:
+        return len(self._data) - self._at
 
     def take(self) -> bytes:
         """The body's bytes that are there; empty: feed more, unless `done`."""
-        if self.head is None or (self.done and not self._buffer):
+        if self.head is None or (self.done and not self._there):
             return b""
         if self._chunked:
             return self._take_chunked()
         if self._left is None:
-            return self._cut(len(self._buffer))
-        data = self._cut(min(self._left, len(self._buffer)))
+            return self._cut(self._there)
+        data = self._cut(min(self._left, self._there))
         self._left -= len(data)
         self.done = not self._left
         return data
@@ -136,22 +148,29 @@ class Response:
     @property
     def clean(self) -> bool:
         """Whether it is complete with nothing behind it: the connection can be used again."""
-        return self.done and not self._buffer and self.head is not None and self.head.keep_alive
+        return self.done and not self._there and self.head is not None and self.head.keep_alive
 
     def _parse_head(self) -> None:
         while self.head is None:
-            end = self._buffer.find(b"\r\n\r\n")
+            end = self._data.find(b"\r\n\r\n", self._at)
             if end < 0:
-                if len(self._buffer) > HEAD_MAX_BYTES:
+                first = self._data[self._at : self._at + 60]
+                if self._there > HEAD_MAX_BYTES:
                     raise Garbage(f"a response head of more than {HEAD_MAX_BYTES} bytes")
-                if self._buffer and not b"HTTP/1.".startswith(self._buffer[:7]):
-                    raise Garbage(f"no HTTP/1.1 status line but {bytes(self._buffer[:60])!r}")
+                if first and not b"HTTP/1.".startswith(first[:7]):
+                    raise Garbage(f"no HTTP/1.1 status line but {first!r}")
                 return
-            head = Head(bytes(self._buffer[:end]))
-            del self._buffer[: end + 4]
-            if head.status >= 200:  # 1xx only announce
+            head = Head(self._data[self._at : end])
+            self._at = end + 4
+            if head.status == SWITCHING and self._upgrade:
+                self.head, self.done = head, True
+            elif head.status >= 200:  # other 1xx only announce
                 self.head = head
                 self._frame(head)
+
+    def rest(self) -> bytes:
+        """What came behind the end of it."""
+        return self._data[self._at :]
 
     def _frame(self, head: Head) -> None:
         encoding = head.headers.get(b"transfer-encoding")
@@ -171,60 +190,60 @@ class Response:
             self._left = None
 
     def _cut(self, n: int) -> bytes:
-        data = bytes(self._buffer[:n])
-        del self._buffer[:n]
+        data = self._data[self._at : self._at + n]
+        self._at += n
         return data
 
     def _take_chunked(self) -> bytes:
-        out = bytearray()
+        out = []
         while not self.done:
             if self._left is None or self._left <= 0:
                 if not self._next_chunk():
                     break
                 continue
-            data = self._cut(min(self._left, len(self._buffer)))
+            data = self._cut(min(self._left, self._there))
             if not data:
                 break
-            out += data
+            out.append(data)
             self._left -= len(data)
             if not self._left:
                 self._left = None  # its CRLF comes next
-        return bytes(out)
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def _next_chunk(self) -> bool:
         """Past the end of one chunk and the size line of the next; False: more bytes are needed."""
-        skip = 0
+        start = self._at
         if self._left is None:
-            if len(self._buffer) < 2:
+            if self._there < 2:
                 return False
-            if self._buffer[:2] != b"\r\n":
+            if self._data[start : start + 2] != b"\r\n":
                 raise Garbage("a chunk without its end")
-            skip = 2
-        end = self._buffer.find(b"\r\n", skip)
+            start += 2
+        end = self._data.find(b"\r\n", start)
         if end < 0:
-            if len(self._buffer) > _CHUNK_LINE_MAX_BYTES:
+            if self._there > _CHUNK_LINE_MAX_BYTES:
                 raise Garbage("a chunk without its size")
             return False
-        size = bytes(self._buffer[skip:end]).partition(b";")[0].strip()
+        size = self._data[start:end].partition(b";")[0].strip()
         if not size or len(size) > 15 or size.strip(b"0123456789abcdefABCDEF"):
             raise Garbage(f"a chunk of size {size[:60]!r}")
         left = int(size, 16)
         if left:
-            del self._buffer[: end + 2]
+            self._at = end + 2
             self._left = left
             return True
         return self._end_chunks(end)
 
     def _end_chunks(self, end: int) -> bool:
         # Trailers, which we do not use, end with an empty line.
-        if self._buffer[end + 2 : end + 4] == b"\r\n":
-            del self._buffer[: end + 4]
+        if self._data[end + 2 : end + 4] == b"\r\n":
+            self._at = end + 4
         else:
-            stop = self._buffer.find(b"\r\n\r\n", end + 2)
+            stop = self._data.find(b"\r\n\r\n", end + 2)
             if stop < 0:
-                if len(self._buffer) > HEAD_MAX_BYTES:
+                if self._there > HEAD_MAX_BYTES:
                     raise Garbage("trailers without an end")
                 return False
-            del self._buffer[: stop + 4]
+            self._at = stop + 4
         self.done = True
         return True

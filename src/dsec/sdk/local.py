@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import tarfile
 import tempfile
@@ -18,6 +19,8 @@ from dsec.model.errors import FileError
 from dsec.model.files import Skipped, SkippedEntry, TreeReport
 from dsec.sdk.bodies import PIECE_BYTES, Progress
 
+# Of files that are not whole yet.
+PART_PREFIX: Final = ".dsec-"
 _NAMED_MAX: Final = 100
 # Of what comes, so much waits for the unpacking to take it.
 _WAITING_MAX: Final = 8
@@ -35,7 +38,11 @@ class File:
     def __enter__(self) -> Self:
         if self._path.is_dir():
             raise IsADirectoryError(f"{self._path} is a directory; name the file to be made")
-        handle, name = tempfile.mkstemp(prefix=f".{self._path.name[:64]}.", dir=self._path.parent)
+        # Nothing of its own name: with that it could be longer than a name may be.
+        try:
+            handle, name = tempfile.mkstemp(prefix=PART_PREFIX, dir=self._path.parent)
+        except OSError as error:  # says a name that nobody has given
+            raise OSError(error.errno, error.strerror, str(self._path.parent)) from error
         self._temp = Path(name)
         self._file = os.fdopen(handle, "wb")
         return self
@@ -74,6 +81,8 @@ class Tree:
         self._root = root
         self._on_progress = on_progress
         self._pipe = _Pipe()
+        # One at a time; by this name nothing of the archive is.
+        self._part = PART_PREFIX + secrets.token_hex(8)
         self._error: BaseException | None = None
         self._left_out: list[SkippedEntry] = []
         self._left_out_count = 0
@@ -160,16 +169,24 @@ class Tree:
         content = archive.extractfile(member)
         if content is None:
             return self._leave_out(member, "unknown")
-        _clear(path)
+        if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(f"{path} is a directory, and a file in the sandbox")
+        part = path.with_name(self._part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-            while data := content.read(PIECE_BYTES):
-                file.write(data)
-                self._bytes += len(data)
-                if self._on_progress is not None:
-                    self._on_progress(self._bytes, None)
-            os.fchmod(file.fileno(), member.mode & 0o777)
-        os.utime(path, (member.mtime, member.mtime))
+        try:
+            with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+                # Of an archive that ends early the last read raises.
+                while data := content.read(PIECE_BYTES):
+                    file.write(data)
+                    self._bytes += len(data)
+                    if self._on_progress is not None:
+                        self._on_progress(self._bytes, None)
+                os.fchmod(file.fileno(), member.mode & 0o777)
+            os.utime(part, (member.mtime, member.mtime))
+            part.replace(path)
+        except BaseException:  # whatever it is, also what a progress raised: half a file does not stay
+            part.unlink(missing_ok=True)
+            raise
         return None
 
     def _link(self, member: tarfile.TarInfo, path: Path) -> None:

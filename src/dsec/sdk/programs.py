@@ -9,7 +9,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec
-from dsec.model.processes import CommandSpec, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
+from dsec.model.processes import CommandSpec, InputState, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
 from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
 from dsec.sdk.codec import ErrorBody
@@ -52,6 +52,16 @@ class OutputItem(msgspec.Struct):
     result: RunResult | None = None
     program: Program | None = None
     error: ErrorBody | None = None
+    # Of a WebSocket only.
+    started: str | None = None
+    input: InputState | None = None
+    done: str | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing comes behind it."""
+        ended = self.error is not None and self.done is None
+        return ended or self.result is not None or self.program is not None
 
 
 def make_spawn(
@@ -64,12 +74,15 @@ def make_spawn(
     tty: TerminalSize,
     keepalive: bool,
     timeout_s: float | None,
+    spool_bytes: int,
 ) -> SpawnSpec:
     """The checked SpawnSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
     run = make_run(command, cwd=cwd, env=env, user=user, stdin=None, timeout_s=timeout_s)
     for name, value in (("stdin", stdin), ("keepalive", keepalive)):
         if not isinstance(value, bool):
             raise InvalidSpec.field(name, value, "True or False (input goes to the handle: p.stdin.write)")
+    if isinstance(spool_bytes, bool) or not isinstance(spool_bytes, int):
+        raise InvalidSpec.field("spool_bytes", spool_bytes, "a number of bytes")
     return SpawnSpec(
         command=run.command,
         argv=run.argv,
@@ -80,6 +93,7 @@ def make_spawn(
         stdin=stdin,
         tty=_terminal(tty),
         keepalive=keepalive,
+        spool_bytes=spool_bytes,
     ).check()
 
 
@@ -127,6 +141,13 @@ def size(rows: int, cols: int) -> Terminal:
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidSpec.field(name, value, "a number")
     return Terminal(rows=rows, cols=cols).check()
+
+
+def signal_number(number: object) -> int:
+    """A signal as the node takes it."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise InvalidSpec.field("signal", number, "a number, such as signal.SIGTERM")
+    return int(number)
 
 
 def input_bytes(data: object) -> bytes:

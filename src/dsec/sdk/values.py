@@ -58,24 +58,43 @@ class SpecFields(ManyFields, total=False):
 
 def make_spec(spec: Spec | None, fields: Mapping[str, Any]) -> Spec:
     """The Spec a call names: one that is given, changed by keywords, checked."""
-    if spec is None:
-        return Spec.build(**fields)
+    return Spec.build(**fields) if spec is None else _changed(spec, fields)
+
+
+def _changed(spec: Spec, fields: Mapping[str, Any]) -> Spec:
     if not isinstance(spec, Spec):
-        raise InvalidSpec.field("spec", spec, "a dsec.Spec (fields go by keyword)")
-    return Spec.build(**{**_asdict(spec), **fields}) if fields else spec.check()
+        raise InvalidSpec.field("spec", spec, "a dsec.Spec (fields go by keyword: base=, image=)")
+    # Built anew also without fields: `msgspec.structs.replace` looks at no types.
+    return Spec.build(**{**_asdict(spec), **fields})
 
 
 def make_specs(specs: int | Sequence[Spec], fields: Mapping[str, Any]) -> list[Spec]:
-    """The Specs of create_many: a sequence of them, or a number of equal ones."""
-    if isinstance(specs, int):
+    """The Specs of create_many: a sequence of them, or a number of equal ones. InvalidSpec says which is wrong."""
+    if isinstance(specs, int) and not isinstance(specs, bool):
         if not 1 <= specs <= limits.CREATE_MANY_MAX:
             raise InvalidSpec.field("specs", specs, f"1 to {limits.CREATE_MANY_MAX}")
         if fields.get("name") is not None and specs > 1:
             raise InvalidSpec.field("name", fields["name"], "no name for several equal sandboxes; names are unique")
         return [Spec.build(**fields)] * specs
+    if isinstance(specs, str | bytes) or not isinstance(specs, Sequence):
+        raise InvalidSpec.field("specs", specs, "a number of equal sandboxes, or a list of dsec.Spec")
     if len(specs) > limits.CREATE_MANY_MAX:
         raise InvalidSpec.field("specs", f"{len(specs)} specs", f"at most {limits.CREATE_MANY_MAX}")
-    return [make_spec(spec, fields) for spec in specs]
+    made: dict[int, Spec] = {}  # one that stands in the list often is made once, and sent once
+    given = list(specs)
+    for index, spec in enumerate(given):
+        if id(spec) not in made:
+            made[id(spec)] = _one_of_many(index, spec, fields)
+    return [made[id(spec)] for spec in given]
+
+
+def _one_of_many(index: int, spec: Spec, fields: Mapping[str, Any]) -> Spec:
+    try:
+        return _changed(spec, fields)
+    except InvalidSpec as error:
+        if error.detail.get("field") in fields:
+            raise  # of all of them
+        raise InvalidSpec(f"specs[{index}]: {error.message}", detail={**error.detail, "index": index}) from error
 
 
 def _asdict(spec: Spec) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def _translate(error: WireError, op: str, sandbox_id: str | None) -> DsecError: 
             return NodeDiskFull(f"the node's disk has no room: {message}")
         case "limit" if op == "run.stdin":
             return Exhausted(message, detail={"resource": "stdin"})
+        case "limit" if detail.get("resource") == "terminals":
+            return Exhausted(message, detail={"resource": "terminals"})
         case "limit":
             return NodeFull(
                 f"a limit of the node is reached: {message}",

@@ -8,17 +8,39 @@ closes the connection: the helper then undoes what was half done, as for any cli
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
 from dsec.model import limits
-from dsec.model.errors import DsecError, FileError, InvalidSpec, NodeFull, SandboxLost, Unavailable, from_wire
-from dsec.model.files import Entry, FileEvent, Listing, Skipped, SkippedEntry, TreeReport, shown
-from dsec.wire import faults
+from dsec.model.errors import (
+    DsecError,
+    FileError,
+    InvalidSpec,
+    NodeFull,
+    SandboxLost,
+    Unavailable,
+    Unsupported,
+    from_wire,
+)
+from dsec.model.files import (
+    DiffReport,
+    Entry,
+    FileChange,
+    FileEvent,
+    Listing,
+    Skipped,
+    SkippedEntry,
+    TreeReport,
+    Written,
+    shown,
+)
+from dsec.wire import diffs, faults
 from dsec.wire import values as v
 
 # The bit of a frame's length that says: raw bytes.
@@ -50,12 +72,23 @@ class _Answer(msgspec.Struct):
     err: _Fault | None = None
     ev: str | None = None
     entry: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    changes: tuple[_Change, ...] = ()
 
 
 class _Change(msgspec.Struct, frozen=True):
     path: bytes
-    kind: str
+    kind: Literal["created", "modified", "attributes", "deleted"]
+
+    def event(self) -> FileEvent:
+        text, raw = shown(self.path)
+        return FileEvent(kind=self.kind, path=text, raw_path=raw)
+
+
+class _Watched(_Answer):
+    changes: tuple[_Change, ...] = ()
+
+
+class _Differs(_Answer):
+    changes: tuple[diffs.Change, ...] = ()
 
 
 class _WireEntry(msgspec.Struct, frozen=True):
@@ -70,20 +103,23 @@ class _WireEntry(msgspec.Struct, frozen=True):
     target: bytes | None = None
 
     def entry(self) -> Entry:
-        return Entry.of(
-            self.path,
-            target=self.target,
-            type=self.type,
-            size=self.size,
-            mode=self.mode,
-            uid=self.uid,
-            gid=self.gid,
-            mtime=self.mtime_ns / 1e9,
-        )
+        return Entry.of(self.path, **self._fields())
+
+    def written(self, *, atomic: bool) -> Written:
+        return Written.of(self.path, atomic=atomic, **self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        known = {name: getattr(self, name) for name in ("target", "type", "size", "mode", "uid", "gid")}
+        return {**known, "mtime": self.mtime_ns / 1e9}
 
 
 class _OfEntry(msgspec.Struct, frozen=True):
     entry: _WireEntry
+
+
+class _Written(msgspec.Struct, frozen=True):
+    entry: _WireEntry
+    atomic: bool = True
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -131,12 +167,33 @@ class _Tree(msgspec.Struct, frozen=True):
         )
 
 
-_decoder = msgspec.msgpack.Decoder(_Answer)
+class _Told(msgspec.Struct, frozen=True):
+    added: int = 0
+    changed: int = 0
+    deleted: int = 0
+    skipped: _Skipped = _Skipped()
+    more: bool = False
+
+    def report(self) -> DiffReport:
+        return DiffReport(
+            added=self.added,
+            changed=self.changed,
+            deleted=self.deleted,
+            skipped=self.skipped.skipped(),
+            more=self.more,
+        )
 
 
-def _decode(body: bytes) -> _Answer:
+A = TypeVar("A", bound=_Answer)
+
+_answers = msgspec.msgpack.Decoder(_Answer)
+_watched = msgspec.msgpack.Decoder(_Watched)
+_differs = msgspec.msgpack.Decoder(_Differs)
+
+
+def _decode(body: bytes, decoder: msgspec.msgpack.Decoder[A]) -> A:
     try:
-        return _decoder.decode(body)
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unavailable(f"an answer of the file helper does not decode: {error}") from error
 
@@ -164,8 +221,8 @@ class FileClient:
         self._next = 0
 
     @classmethod
-    async def open(cls, path: Path, sandbox_id: str, *, user: str, cwd: str) -> FileClient:
-        """A helper in a sandbox, with the rights of a user; relative paths begin at `cwd`.
+    async def open(cls, path: Path, sandbox_id: str, *, user: str, cwd: str, diff: bool = False) -> FileClient:
+        """A helper in a sandbox, with the rights of a user; relative paths begin at `cwd`. `diff`: also for that.
 
         Raises SandboxLost, NotFound, and ProgramNotStarted for a user that the sandbox does not have.
         """
@@ -174,7 +231,8 @@ class FileClient:
         try:
             async with asyncio.timeout(OPEN_DEADLINE_S):
                 await client._ask_runtime("hello", v.HelloArgs())
-                args = {"sandbox": sandbox_id, "user": user, "cwd": cwd.encode("utf-8", "surrogateescape")}
+                where = cwd.encode("utf-8", "surrogateescape")
+                args = {"sandbox": sandbox_id, "user": user, "cwd": where, "diff": diff}
                 await client._ask_runtime("files", args)
         except TimeoutError:
             client.close()
@@ -239,11 +297,11 @@ class FileClient:
 
     async def write(
         self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool, exclusive: bool
-    ) -> Entry:
+    ) -> Written:
         """A whole file, or nothing."""
         args = {"path": path, "mode": mode, "parents": parents, "exclusive": exclusive}
-        raw = await self._upload("write", args, pieces)
-        return _as(raw, _OfEntry).entry.entry()
+        made = _as(await self._upload("write", args, pieces), _Written)
+        return made.entry.written(atomic=made.atomic)
 
     async def append(self, path: bytes, pieces: AsyncIterator[Piece], *, mode: int | None, parents: bool) -> Entry:
         """More at the end of a file, which is made when it is not there."""
@@ -267,7 +325,7 @@ class FileClient:
         """
         async with _Request(self, "watch", {"path": path, "recursive": recursive}):
             while True:
-                answer = self._checked(await self._control())
+                answer = self._checked(await self._said(_watched))
                 if answer.ev is None:
                     return _as(_ok(answer), _Ended).reason
                 if answer.ev == "watching":
@@ -275,8 +333,18 @@ class FileClient:
                 elif answer.ev == "overflow":
                     await sink(FileEvent(kind="overflow"))
                 for change in answer.changes:
-                    text, raw = shown(change.path)
-                    await sink(msgspec.convert({"kind": change.kind, "path": text, "raw_path": raw}, FileEvent))
+                    await sink(change.event())
+
+    async def diff(
+        self, path: bytes, *, limit: int | None, sink: Callable[[tuple[FileChange, ...]], Awaitable[None]]
+    ) -> DiffReport:
+        """What is not as it was in the layers, some at a time."""
+        async with _Request(self, "diff", {"path": path, "limit": limit}):
+            while True:
+                answer = self._checked(await self._said(_differs))
+                if answer.ev is None:
+                    return _as(_ok(answer), _Told).report()
+                await sink(tuple(change.change() for change in answer.changes))
 
     # Requests.
 
@@ -300,7 +368,7 @@ class FileClient:
                         size -= len(piece)
                         await sink(piece)
                     continue
-                answer = self._checked(_decode(await self._exactly(size)))
+                answer = self._checked(_decode(await self._exactly(size), _answers))
                 if answer.ev is None:
                     return _ok(answer)
                 if opened is not None and not isinstance(answer.entry, msgspec.UnsetType):
@@ -319,7 +387,7 @@ class FileClient:
             await self._send(DATA.to_bytes(HEADER_BYTES, "big"))
             return _ok(self._checked(await self._control()))
 
-    def _checked(self, answer: _Answer) -> _Answer:
+    def _checked(self, answer: A) -> A:
         if answer.err is not None:
             raise _Refused(_error(answer.err, self._sandbox_id))
         return answer
@@ -361,10 +429,13 @@ class FileClient:
         return True  # also its end
 
     async def _control(self) -> _Answer:
+        return await self._said(_answers)
+
+    async def _said(self, decoder: msgspec.msgpack.Decoder[A]) -> A:
         size, data = await self._header()
         if data:
             raise Unavailable("the file helper sent data where an answer belongs")
-        return _decode(await self._exactly(size))
+        return _decode(await self._exactly(size), decoder)
 
     async def _header(self) -> tuple[int, bool]:
         raw = int.from_bytes(await self._exactly(HEADER_BYTES), "big")
@@ -471,19 +542,33 @@ def _ok(answer: _Answer) -> msgspec.Raw:
 
 def _error(fault: _Fault, sandbox_id: str) -> DsecError:
     detail = {name: _text(value) for name, value in fault.detail.items()}
+    message = _in_words(fault.message, detail.get("errno"))
+    if fault.code == "is_a_directory" and message.startswith(("write ", "append ")):
+        message += "; name the file to be made"
     match fault.code:
+        case "bad_request" if detail.get("field") == "op":
+            # A runtime that was started before this agent was installed.
+            made: DsecError = Unsupported.lacks("this file call", "the runtime's file helper", fault.message)
         case "bad_request":
-            made: DsecError = InvalidSpec(fault.message, detail=detail)
+            made = InvalidSpec(fault.message, detail=detail)
         case "limit":
             made = NodeFull(fault.message, detail=detail)
         case "internal" | "cancelled":
             made = Unavailable(f"the file helper failed: {fault.message}", detail=detail)
         case code:
-            made = from_wire(code, fault.message, detail)
+            made = from_wire(code, message, detail)
             if not isinstance(made, FileError | SandboxLost):
-                made = FileError(fault.message, detail=detail)
+                made = FileError(message, detail=detail)
     made.sandbox_id = sandbox_id
     return made
+
+
+def _in_words(message: str, name: object) -> str:
+    """`stat /a: ENOENT` with what that means before it."""
+    number = getattr(errno, name, None) if isinstance(name, str) else None
+    if not isinstance(number, int) or not message.endswith(f": {name}"):
+        return message
+    return f"{message.removesuffix(f'{name}')}{os.strerror(number)} ({name})"
 
 
 def _text(value: object) -> object:

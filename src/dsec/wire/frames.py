@@ -10,8 +10,9 @@ from dsec.model import limits
 from dsec.model.errors import InvalidSpec, Unavailable
 
 HEADER_BYTES: Final = 4
-# Where a reader starts, and where it goes back to after a big frame: an idle connection must not hold megabytes.
-BUFFER_BYTES: Final = 256 * limits.KIB
+# Where a reader starts, and where it goes back to after a big frame: an idle connection must not hold megabytes. Twice
+# the longest event of output, so that the buffer need not be made anew for what a program that floods writes.
+BUFFER_BYTES: Final = 512 * limits.KIB
 # With less room than this a read is not worth its system call.
 ROOM_MIN_BYTES: Final = 16 * limits.KIB
 
@@ -102,12 +103,14 @@ class Splitter:
     def _make_room(self) -> None:
         """Move what is there to the front of a buffer that holds the frame that is arriving.
 
-        A new buffer each time: views of the old one may still be alive, and a bytearray with views cannot be resized.
+        A new buffer for another size: views of the old one may still be alive, and a bytearray with views cannot be
+        resized.
         """
         have = self._end - self._start
-        wanted = have + BUFFER_BYTES
+        # What has come is whole frames that nobody has taken yet, or the beginning of one.
+        wanted = max(BUFFER_BYTES, have + ROOM_MIN_BYTES)
         if have >= HEADER_BYTES:
-            wanted = max(wanted, HEADER_BYTES + self._size() + BUFFER_BYTES)
-        buffer = bytearray(wanted)
-        buffer[:have] = self._buffer[self._start : self._end]
+            wanted = max(wanted, HEADER_BYTES + self._size() + ROOM_MIN_BYTES)
+        buffer = self._buffer if wanted == len(self._buffer) else bytearray(wanted)
+        buffer[:have] = memoryview(self._buffer)[self._start : self._end]
         self._buffer, self._start, self._end = buffer, 0, have

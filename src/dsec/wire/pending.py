@@ -20,6 +20,7 @@ Sink = Callable[[int, int, bytes], Awaitable[None]]
 
 # Credit is given back in portions of the window, so that acknowledging costs little beside the data.
 ACKS_PER_WINDOW: Final = 4
+OUTPUTS: Final = 3  # standard output and error, and a session's control
 
 T = TypeVar("T")
 
@@ -125,9 +126,11 @@ class Stream(Pending[T]):
         return super().request()
 
     def out(self, answer: Answer) -> int:
-        if not 1 <= answer.s <= len(self._offsets):
+        if not 1 <= answer.s <= OUTPUTS:
             raise FrameError(f"output of stream {answer.s}")
         size, data = len(answer.d), answer.d
+        if answer.s > len(self._offsets):
+            return size  # a session's control, of no interest to who follows what it shows
         known = self._offsets[answer.s - 1]
         skip = max(0, known - answer.o)  # seen before the break
         self._offsets[answer.s - 1] = max(known, answer.o + size)

@@ -173,6 +173,14 @@ class Sandboxes(msgspec.Struct, frozen=True):
     sandboxes: tuple[SandboxStatus, ...]
 
 
+class Pressure(msgspec.Struct, frozen=True):
+    """How long some task of a sandbox waited for each; None where the kernel keeps no account."""
+
+    cpu_us: int | None = None
+    memory_us: int | None = None
+    io_us: int | None = None
+
+
 class SandboxUsage(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     memory_peak_bytes: int = 0
@@ -183,6 +191,9 @@ class SandboxUsage(msgspec.Struct, frozen=True):
     pids: int = 0
     oom_kills: int = 0
     pids_max_events: int = 0
+    throttled_us: int = 0
+    memory_max_events: int = 0
+    pressure: Pressure = Pressure()
     disk_bytes: int = 0
     disk_inodes: int = 0
 
@@ -274,12 +285,13 @@ class RunRead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Kept output: `o` is where it begins, `total` what there was so far."""
+    """Kept output: `o` is where it begins, `total` what there was so far, `gap` where it is interrupted."""
 
     o: int
     d: bytes
     total: int
     state: str
+    gap: int | None = None
 
 
 class RunResize(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,6 +312,13 @@ class RunUsage(msgspec.Struct, frozen=True, gc=False):
     memory_peak_bytes: int = 0
 
 
+class Met(msgspec.Struct, frozen=True):
+    """How often a limit was met."""
+
+    memory: int = 0
+    pids: int = 0
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it is now, its counters since its start."""
 
@@ -307,6 +326,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     usage: RunUsage
     limits_hit: tuple[str, ...] = ()
+    met: Met = Met()
     totals: tuple[int, ...] = (0, 0)
     input: InputSize | None = None
 

@@ -52,8 +52,9 @@ class Snapshot:
 class Guest:
     """A running guest. `run` executes a program in it; the guest ends with `stop`."""
 
-    def __init__(self, machine: qemu.Qemu, work: Path, started: float) -> None:
+    def __init__(self, machine: qemu.Qemu, series: str, work: Path, started: float) -> None:
         self.machine = machine
+        self.series = series
         self.work = work
         self.started = started
         self.channel = Channel(work / "control.sock")
@@ -107,7 +108,7 @@ def _boot(made: Image, series: str, accel: str, target: Path) -> None:
         _overlay(made.disk, disk)
         _sparse(work / "payload")
         disks = _disks(disk, work / "payload")
-        guest = _start(qemu.command(accel, made.boot(series), disks, work, incoming=False), work)
+        guest = _start(qemu.command(accel, made.boot(series), disks, work, incoming=False), series, work)
         try:
             guest.channel.wait_hello(BOOT_TIMEOUT_S[accel])
             _settle(guest)
@@ -165,7 +166,7 @@ def _restore(saved: Snapshot, work: Path, payload: Path | None) -> Guest:
         payload = work / "payload"
         _sparse(payload)
     argv = qemu.command(saved.accel, saved.boot, _disks(disk, payload), work, incoming=True)
-    guest = _start(argv, work)
+    guest = _start(argv, saved.boot.name, work)
     try:
         guest.machine.load(saved.state)
         guest.channel.wake(RESTORE_TIMEOUT_S)
@@ -175,11 +176,11 @@ def _restore(saved: Snapshot, work: Path, payload: Path | None) -> Guest:
     return guest
 
 
-def _start(argv: list[str], work: Path) -> Guest:
+def _start(argv: list[str], series: str, work: Path) -> Guest:
     started = time.monotonic()
     machine = qemu.Qemu(argv, work)
     try:
-        return Guest(machine, work, started)
+        return Guest(machine, series, work, started)
     except BaseException:  # also interrupted: no emulator stays behind
         machine.stop()
         raise

@@ -25,7 +25,7 @@ from tests.kit.vm.emulator import find
 from tests.kit.vm.image import REPOSITORY, SITE, BuildError
 from tests.kit.vm.machine import PAYLOAD_BYTES
 
-TREE = ("src", "tests", "docs", "pyproject.toml", "README.md", "scripts")
+TREE = ("src", "tests", "docs", "deploy", "pyproject.toml", "README.md", "scripts")
 MOUNT = "/srv/dsec"
 BIN = "native/bin"
 # Puts what the native tests know by its path on the host where they look for it.

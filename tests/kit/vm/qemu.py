@@ -31,6 +31,9 @@ CMDLINE = (
     "console=ttyS0 quiet panic=-1 cryptomgr.notests audit=0 mitigations=off nokaslr no_timer_check "
     "lsm=landlock,yama,apparmor,bpf apparmor=1 systemd.show_status=0"
 )
+# By software: without what tells a kernel and the C library that `rep movsb` is fast. Emulated it goes byte by byte:
+# 320 MiB set and copied took 4.4 s, and 1.0 s without.
+CPU_MODEL = {"tcg": "max,erms=off,fsrm=off", "kvm": "host"}
 
 
 class QemuError(RuntimeError):
@@ -93,7 +96,7 @@ def command(
         *emulator.emulator().command, "-name", f"dsec-guest-{boot.name}",
         "-nodefaults", "-no-user-config", "-no-reboot",
         "-display", "none", "-machine", f"q35,accel={accel},hpet=off,i8042=off",
-        "-cpu", "max" if accel == "tcg" else "host",
+        "-cpu", CPU_MODEL[accel],
         "-smp", str(CPUS), "-m", f"{memory_mib}M",
         "-kernel", str(boot / "vmlinux"), "-initrd", str(boot / "initramfs"), "-append", CMDLINE,
         "-nic", "none", "-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.kit.rtclient import Client, Node
-from tests.kit.rtnode import create, make_node
+from tests.kit.rtnode import box_in, make_node
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,5 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def box(shared: Node) -> Iterator[tuple[Client, str]]:
-    name = f"s{os.urandom(4).hex()}"
-    with shared.client() as c:
-        create(c, name)
-        yield c, name
-    # On a connection of its own: answers to a stream's last acknowledgements may still come on the other.
-    with shared.client() as c:
-        c.call("sandbox.stop", id=name)
+    with box_in(shared) as made:
+        yield made

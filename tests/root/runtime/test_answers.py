@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
-from tests.kit.rtnode import WINDOW, cpu_ticks, memory_kib, needs, sh, shmem_kib, stream
+from tests.kit.rtnode import WINDOW, cpu_ticks, create, memory_kib, needs, sh, shmem_kib, stream
 
 pytestmark = needs
 
@@ -158,6 +158,48 @@ def test_kill_with_a_signal(box: tuple[Client, str], shared: Node) -> None:
         other.call("run.kill", sandbox=s, run="r", signal=15, cause="killed")
     _, r = stream(c, number, got=[bytearray(b"on\n"), bytearray()])
     assert (r["exit_code"], r["cause"]) == (9, "killed")
+
+
+def test_a_signal_that_a_program_lives_on_with_is_not_what_ends_it(box: tuple[Client, str], shared: Node) -> None:
+    c, s = box
+    ends = {"exit 0": (0, None, "exited"), "exit 5": (5, None, "exited"), "kill -9 $$": (None, 9, "signalled")}
+    for n, (end, told) in enumerate(ends.items()):
+        script = f"trap 'echo reloaded; {end}' USR1; echo on; while :; do sleep 0.05; done"
+        number = c.send("run.start", run_plan(s, f"r{n}", sh(script)) | {"stream": True, "window": 100})
+        while c.recv().get("ev") != "out":
+            pass
+        with shared.client() as other:
+            for harmless in (signal.SIGWINCH, signal.SIGCONT, signal.SIGURG, signal.SIGUSR1):
+                other.call("run.kill", sandbox=s, run=f"r{n}", signal=int(harmless))
+        _, r = stream(c, number, got=[bytearray(b"on\n"), bytearray()])
+        assert (r["exit_code"], r["signal"], r["cause"]) == told
+    # What is no signal is none, and changes nothing.
+    number = c.send("run.start", run_plan(s, "r", sh("read x; exit 0"), stdin_open=True, stream=True, window=100))
+    while c.recv().get("ev") != "started":
+        pass
+    with shared.client() as other:
+        for wrong in (-1, 65, 1000):
+            with pytest.raises(RuntimeFault) as refused:
+                other.call("run.kill", sandbox=s, run="r", signal=wrong)
+            assert (refused.value.code, refused.value.detail["field"]) == ("bad_request", "signal")
+        other.call("run.stdin", sandbox=s, run="r", offset=0, d=b"go\n", eof=True)
+    assert stream(c, number)[1]["cause"] == "exited"
+
+
+def test_a_stop_is_what_ends_who_has_survived_a_signal(node: Node) -> None:
+    with node.client() as c, node.client() as other:
+        create(c, "a")
+        script = "trap 'echo no' TERM; echo on; while :; do sleep 0.05; done"
+        number = c.send("run.start", run_plan("a", "r", sh(script)) | {"stream": True, "window": 100})
+        while c.recv().get("ev") != "out":
+            pass
+        other.call("run.kill", sandbox="a", run="r", signal=int(signal.SIGTERM))
+        while c.recv().get("ev") != "out":
+            pass
+        other.call("sandbox.stop", id="a")
+        with pytest.raises(RuntimeFault) as ended:
+            stream(c, number, got=[bytearray(b"on\nno\n"), bytearray()])
+        assert ended.value.code == "gone"
 
 
 @pytest.mark.same_everywhere

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from dsec.images import LayerStore
+from dsec.images.tools import cache_dir
 from tests.kit.lanes import fewer, in_guest
-from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
+from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
 from tests.kit.rtnode import WINDOW, cpu_ticks, create, make_node, needs, sh, stream
 
-pytestmark = needs
+pytestmark = [*needs, pytest.mark.one_guest]
 
 
 def test_the_runtime_dies_and_nothing_is_lost(node: Node) -> None:
@@ -207,6 +209,43 @@ def test_a_timeout_holds_over_a_restart(node: Node) -> None:
         r = c.call("run.attach", sandbox="a", run="r")
         assert (r["cause"], r["signal"]) == ("timeout", 9)
         assert r["duration_ns"] >= 1_500_000_000
+
+
+# Traces the process whose number is in /pid, and does not let go.
+TRACER = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+assert libc.ptrace(0x4206, int(open("/pid").read()), 0, 0) == 0  # PTRACE_SEIZE
+open("/traced", "w").close()
+time.sleep(600)
+"""
+
+
+def test_a_traced_program_that_ends_after_a_restart_is_seen(node: Node) -> None:
+    """It is its tracer's first: neither the keeper nor the runtime can collect it before that is ended."""
+    store = LayerStore(cache_dir())
+    if store.get("debian:12") is None:
+        pytest.skip(f"no layer debian:12 in {cache_dir()} (scripts/setup makes it)")
+    base = store.resolve("debian:12").digest
+    with node.client() as c:
+        c.call("layer.mount", digest=base, path=str(store.path(base)))
+        c.call("sandbox.create", plan=sandbox_plan("a", [base]))
+        c.call("run.start", **run_plan("a", "pipe", ["mkfifo", "/end"]))
+        # No children: their signals would stop it.
+        c.send("run.start", run_plan("a", "traced", sh("echo $$ >/pid; read code </end; exit $code")))
+        c.recv()
+        c.call("run.start", **run_plan("a", "ready", sh("until [ -s /pid ]; do sleep 0.01; done")))
+    with node.client() as c:
+        c.send("run.start", run_plan("a", "tracer", ["python3", "-I", "-c", TRACER]))
+        c.recv()
+    with node.client() as c:
+        c.call("run.start", **run_plan("a", "held", sh("until [ -e /traced ]; do sleep 0.01; done"), timeout_ms=60_000))
+    node.kill_runtime()
+    with node.client() as c:
+        c.call("run.start", **run_plan("a", "end", sh("echo 7 >/end")))
+        result = c.call("run.attach", sandbox="a", run="traced")
+        assert (result["exit_code"], result["cause"]) == (7, "exited")
+        assert c.call("run.attach", sandbox="a", run="tracer")["signal"] == signal.SIGKILL
 
 
 def test_both_die_and_the_sandbox_lives(node: Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -19,7 +20,7 @@ from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
 from tests.kit.rtfiles import Files
 from tests.kit.rtnode import create, frozen_file, make_node, needs, sh
 
-pytestmark = needs
+pytestmark = [*needs, pytest.mark.one_guest]
 
 
 def payload(node: Node, sandbox: str) -> Path:
@@ -327,6 +328,9 @@ def test_an_init_that_dies_takes_its_helpers_along(node: Node) -> None:
         "enter.entered:1:error",
         "enter.cloned:1:error",
         "enter.cloned:1:kill",
+        "views.copies:1:error",
+        "views.made:1:error",
+        "views.made:1:kill",
     ],
 )
 def test_a_start_that_goes_wrong_is_an_error_and_leaves_nothing(point: str) -> None:
@@ -336,7 +340,7 @@ def test_a_start_that_goes_wrong_is_an_error_and_leaves_nothing(point: str) -> N
             create(c, "a")
         for _ in range(2):
             with pytest.raises(RuntimeFault) as died:
-                Files(node.socket, "a")
+                Files(node.socket, "a", diff=point.startswith("views."))
             assert died.value.code == "launch"
             until(lambda: not groups(node, "a"))
             own = [p.parent.name for p in Path("/proc").glob("[0-9]*/comm") if named_helper(p, node)]
@@ -355,14 +359,15 @@ def named_helper(comm: Path, node: Node) -> bool:
 LOOKED_AT = ("mem", "maps", "environ", "exe", "root", "cwd", "fd", "auxv", "ns/pid")
 
 
+@pytest.mark.parametrize("diff", [False, True])
 @pytest.mark.parametrize("hidden", [True, False])
-def test_nothing_inside_sees_a_helper_or_could_read_it(hidden: bool) -> None:
-    """Without the first of the two guards the second still holds."""
+def test_nothing_inside_sees_a_helper_or_could_read_it(hidden: bool, diff: bool) -> None:
+    """Without the first of the two guards the second still holds; one that compares has layers and upper in hand."""
     node = make_node(env={} if hidden else {"DSEC_NATIVE_DISABLE": "files.hidden"})
     try:
         with node.client() as c:
             create(c, "a", caps=["KILL", "SYS_PTRACE", "DAC_OVERRIDE", "SETUID", "SETGID"])
-            with Files(node.socket, "a") as files:
+            with Files(node.socket, "a", diff=diff) as files:
                 (pid,) = helpers(node, "a")
                 names = Path(f"/proc/{pid}/status").read_text()
                 inside = next(line for line in names.splitlines() if line.startswith("NSpid:")).split()[1:]
@@ -373,7 +378,9 @@ def test_nothing_inside_sees_a_helper_or_could_read_it(hidden: bool) -> None:
                 over = {"env": {b"P": inside[-1].encode(), b"PATH": b"/bin"}}
                 looked = run(c, "a", script % " ".join(LOOKED_AT), "look", **over)
                 assert looked == ""
-                killed = c.call("run.start", **run_plan("a", "kill", sh("kill -9 -1; kill -9 $P"), **over))
+                # By its number first: what everybody's kill has reached may be gone by then.
+                kill = "kill -9 $P; code=$?; kill -9 -1; exit $code"
+                killed = c.call("run.start", **run_plan("a", "kill", sh(kill), **over))
                 assert (killed["exit_code"] == 0) is not hidden
                 if hidden:
                     assert files.write(b"/x", b"alive")["created"]
@@ -382,6 +389,29 @@ def test_nothing_inside_sees_a_helper_or_could_read_it(hidden: bool) -> None:
                         files.write(b"/x", b"dead")
     finally:
         node.stop()
+
+
+READ_ONLY = os.ST_RDONLY | os.ST_NODEV | os.ST_NOSUID | os.ST_NOEXEC
+
+
+def test_what_a_helper_compares_it_can_only_read(shared: Node, box: tuple[Client, str]) -> None:
+    _, name = box
+    with Files(shared.socket, name, diff=True) as files:
+        files.write(b"/new", b"x")
+        (pid,) = helpers(shared, name)
+        opened = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_dir() and os.readlink(fd) == "/"]
+        now, before, touched = sorted(opened, key=lambda fd: (not (fd / "bin").exists(), not (fd / "new").exists()))
+        assert [(fd / "new").exists() for fd in (now, before, touched)] == [True, False, True]
+        assert os.listdir(touched) == ["new"]
+        for fd in (before, touched):
+            assert os.statvfs(fd).f_flag & READ_ONLY == READ_ONLY
+            assert os.path.samestat(os.stat(fd), os.stat(fd / ".."))  # there is nothing above
+            with pytest.raises(OSError) as refused:
+                os.mkdir(fd / "x")
+            assert refused.value.errno == errno.EROFS
+    with Files(shared.socket, name) as files, pytest.raises(RuntimeFault) as plain:
+        files.call("diff", path=b"/")
+    assert plain.value.code == "bad_request"
 
 
 def test_garbage_hurts_nobody_else(shared: Node, box: tuple[Client, str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
-from tests.kit.rtnode import WINDOW, create, needs, sh, stream
+from tests.kit.rtnode import WINDOW, create, needs, sh, stream, until_known
 
 pytestmark = needs
 
@@ -90,6 +90,7 @@ def test_who_does_not_read_is_not_given_more(shared: Node, box: tuple[Client, st
     c, name = box
     number = start(c, name, "read line; while ! [ -e /go ]; do sleep 0.1; done; cat | wc -c")
     with shared.client() as other, shared.client() as third:
+        until_known(other, name, "r")
         assert feed(other, name, 0, b"go\n" + bytes(200_000))["size"] == 200_003
         sent = other.send("run.stdin", {"sandbox": name, "run": "r", "offset": 200_003, "d": bytes(PIECE)})
         other.sock.settimeout(1)
@@ -169,6 +170,7 @@ def test_much_goes_through_in_little_memory_and_arrives_whole(node: Node) -> Non
     with node.client() as c, node.client() as other:
         create(c, "a")
         number = start(c, "a", "sha256sum")
+        until_known(other, "a", "r")
         digest, offset, most = hashlib.sha256(), 0, 0
         for n in range(200):
             data = random.Random(n).randbytes(PIECE)
@@ -186,6 +188,8 @@ def test_a_runtime_that_dies_loses_no_byte_and_repeats_none(node: Node) -> None:
         create(c, "a")
         # Never read: the answer comes by another way after the death.
         start(c, "a", "sha256sum > /sum; cat /sum")
+        with node.client() as other:
+            until_known(other, "a", "r")
     rnd = random.Random(7)
     data = rnd.randbytes(20 << 20)
     offset, kills = 0, 0

@@ -53,7 +53,8 @@ def test_every_process_with_what_it_is(shared: Node, box: tuple[Client, str]) ->
         assert own["rss_bytes"] > 0
         assert 0 <= own["age_ms"] < 120_000
         assert (other["run"], other["name"]) == ("odd", b"x) R 1 (")
-        assert sorted(p["pid"] for p in listed(asks, name)) == [p["pid"] for p in listed(asks, name)]
+        pids = [p["pid"] for p in listed(asks, name)]
+        assert pids == sorted(pids)
         for run in ("his", "odd"):
             asks.call("run.kill", sandbox=name, run=run)
         until(asks, name, 1)

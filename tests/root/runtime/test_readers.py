@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
+import os
+import termios
 import time
 from typing import Any
 
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
-from tests.kit.rtnode import WINDOW, create, needs, sh, stream
+from tests.kit.rtnode import WINDOW, create, frozen_file, make_node, needs, sh, stream, until_running
 
 pytestmark = needs
 
@@ -109,7 +113,7 @@ def test_the_newest_bytes_can_be_read_again(shared: Node, box: tuple[Client, str
             assert again == LINES[begin:]
             assert read(len(LINES) - 5, 3)["d"] == LINES[-5:-2]
             assert read(len(LINES) + 7)["d"] == b""
-            assert read(0, s=2) == {"o": 0, "d": b"err\n", "total": 4, "state": state}
+            assert read(0, s=2) == {"o": 0, "d": b"err\n", "total": 4, "gap": None, "state": state}
             if state == "running":
                 asks.call("run.kill", sandbox=name, run="r")
                 result = c.wait(number)
@@ -121,6 +125,40 @@ def test_the_newest_bytes_can_be_read_again(shared: Node, box: tuple[Client, str
         with pytest.raises(RuntimeFault) as none:
             asks.call("run.read", sandbox=name, run="none", s=1)
         assert none.value.code == "not_found"
+
+
+@pytest.mark.parametrize("spool", [64 << 10, 1 << 20])
+def test_one_that_minds_misses_nothing_when_the_runtime_dies(node: Node, spool: int) -> None:
+    """Though it is as far behind as it may be, by what is kept and by a pipe."""
+    script = "i=0; while [ $i -lt 40 ]; do seq 10000000 10099999; i=$((i+1)); done"
+    wanted = b"".join(b"%d\n" % n for n in range(10_000_000, 10_100_000))
+    with node.client() as c:
+        create(c, "a")
+        start(c, "a", script, head_bytes=0, tail_bytes=0, spool_bytes=spool)
+    at = 0
+    for turn in range(8):
+        with node.client() as c:
+            attach(c, "a", window=300_000, offsets=[at, 0])
+            read = 0
+            while read < 300_000:
+                frame = c.recv()
+                if frame.get("ev") == "out":
+                    assert frame["o"] == at, f"{frame['o'] - at} bytes are missing after {turn} deaths"
+                    data = frame["d"]
+                    begin = at % len(wanted)
+                    assert data == (wanted + wanted)[begin : begin + len(data)]
+                    at += len(data)
+                    read += len(data)
+            # It does not read on: the program goes as far ahead as it may.
+            before = -1
+            with node.client() as asks:
+                while (total := asks.call("run.read", sandbox="a", run="r", s=1, max=0)["total"]) != before:
+                    before = total
+                    time.sleep(0.3)
+            assert total > at
+            node.kill_runtime()
+    with node.client() as c:
+        c.call("run.kill", sandbox="a", run="r")
 
 
 def test_it_is_there_after_the_runtime_has_died(node: Node) -> None:
@@ -137,3 +175,53 @@ def test_it_is_there_after_the_runtime_has_died(node: Node) -> None:
         result = c.call("run.attach", sandbox="a", run="r")
         assert (result["streams"][0]["total"], result["streams"][0]["head"]) == (len(LINES), b"")
         assert c.call("run.read", sandbox="a", run="r", s=1, offset=len(LINES) - 100)["d"] == LINES[-100:]
+
+
+@pytest.mark.parametrize(("off", "size"), [("", 256 << 10), ("output.wide", 64 << 10)])
+def test_a_pipe_that_was_full_is_made_larger_and_nothing_in_it_is_lost(off: str, size: int) -> None:
+    """Full since its reader gives no credit; then all of it is read, and the pipe is what a program has that writes
+    on."""
+    total = 1 << 20
+    node = make_node(env={"DSEC_NATIVE_DISABLE": off})
+    try:
+        with node.client() as c, node.client() as asks:
+            create(c, "a")
+            script = f"seq 10000000 11999999 | head -c {total}; read x; echo end"
+            number = start(c, "a", script, stream=True, window=1, stdin_open=True)
+            until_running(asks, "a", {"r"})
+            pipe = output_pipe(node, "a")
+            try:
+                before = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+                deadline = time.monotonic() + 60
+                while waiting(pipe) < before:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                got = bytearray()
+                c.send("run.ack", {"request": number, "bytes": 2 * total})
+                while len(got) < total:
+                    frame = c.recv()
+                    if frame.get("ev") == "out":
+                        assert frame["o"] == len(got)
+                        got += frame["d"]
+                assert fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) == size
+            finally:
+                os.close(pipe)
+            asks.call("run.stdin", sandbox="a", run="r", d=b"\n", eof=True)
+            out, result = stream(c, number, got=[got, bytearray()])
+            assert bytes(out[0]) == LINES[:total] + b"end\n"
+            assert result["exit_code"] == 0
+    finally:
+        node.stop()
+
+
+def output_pipe(node: Node, sandbox: str) -> int:
+    """The standard output of the run's program, as another one to read from."""
+    groups = frozen_file(node, sandbox).parent.glob("run-*/cgroup.procs")
+    pid = next(pid for group in groups for pid in group.read_text().split())
+    return os.open(f"/proc/{pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK)
+
+
+def waiting(pipe: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]

@@ -6,14 +6,15 @@ import errno
 import random
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
-from tests.kit.rtnode import create, memory_kib, needs
+from tests.kit.rtnode import BINARY, LAYERS, create, image, memory_kib, needs
 
-pytestmark = needs
+pytestmark = [*needs, pytest.mark.one_guest]
 
 
 @pytest.mark.same_everywhere
@@ -131,3 +132,15 @@ def test_a_client_that_does_not_read_hurts_only_itself(box: tuple[Client, str], 
     assert memory_kib(shared.runtime_pid()) < 60 << 10
     deaf.close()
     assert c.call("run.start", **run_plan(s, "q", ["true"]))["exit_code"] == 0
+
+
+def test_a_chroot_is_named_where_no_layer_can_be_mounted(tmp_path: Path) -> None:
+    assert BINARY is not None
+    enter = f'mount --rbind / {tmp_path} && exec chroot {tmp_path} "$@"'
+    node = Node(BINARY, before=("unshare", "-m", "--propagation", "private", "sh", "-c", enter, "sh"))
+    try:
+        with node.client() as c, pytest.raises(RuntimeFault, match="chroot") as caught:
+            c.call("layer.mount", digest=LAYERS[0], path=str(image()))
+        assert (caught.value.code, caught.value.detail["mechanism"]) == ("unsupported", "mount namespace")
+    finally:
+        node.stop()

@@ -14,7 +14,7 @@ from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
 from tests.kit.rtnode import BINARY, create, make_node, needs, sh
 from tests.kit.runtime import marks
 
-pytestmark = needs
+pytestmark = [*needs, pytest.mark.one_guest]
 
 #: A sandbox or a run may fail this often before the failpoint is switched off.
 TRIES = 3

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from dsec.backends import fake, fake_programs, fake_runs
+from dsec.backends import fake, fake_files, fake_programs, fake_runs
 from dsec.backends.base import Exit
 from dsec.backends.conformance import CHECKS, Violation, kit, perform
+from dsec.model.files import FileChange
 from dsec.model.states import RunOutcome
 from tests.contract.test_fake import FakeSubject
 
@@ -117,6 +118,24 @@ def anyone(user: str) -> None:
     return None
 
 
+def always_the_rest(original: Any) -> Any:
+    """Tells what is anywhere, whatever part was asked for."""
+    return lambda self, where: original(self, b"/")
+
+
+def whatever_was_touched(original: Any) -> Any:
+    """Tells also what is again as it was."""
+
+    def changes(self: fake_files.Tree, where: bytes) -> Iterator[FileChange]:
+        told = {one.path for one in original(self, where)}
+        yield from original(self, where)
+        yield from (
+            FileChange(kind="changed", path=p.decode()) for p in self.nodes if p.decode("utf-8", "replace") not in told
+        )
+
+    return changes
+
+
 BROKEN: dict[str, tuple[Break, str]] = {
     "exit codes": (changed("exit_code", 0), "ends.every_exit_code_is_exact"),
     "signal": (changed("signal", None), "ends.signals_are_exact"),
@@ -147,6 +166,15 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "offsets": (replaced(fake_runs.Capture, "kept_from", no_offsets), "output.attaching_goes_on_at_an_offset"),
     "bounds": (replaced(fake_runs.Capture, "append", greedy_tail), "output.long_output_is_cut_at_the_default_limits"),
     "survey": (replaced(fake.FakeBackend, "survey", empty_survey), "lifecycle.survey_lists_what_lives"),
+    "changes": (
+        replaced(fake_files.Tree, "changes", whatever_was_touched(fake_files.Tree.changes)),
+        "changes.changes_are_what_is_there_against_what_was",
+    ),
+    "mounts": (replaced(fake_files, "MOUNTS", ()), "changes.changes_are_told_of_a_part_and_in_bounds"),
+    "part": (
+        replaced(fake_files.Tree, "changes", always_the_rest(fake_files.Tree.changes)),
+        "changes.changes_are_told_of_a_part_and_in_bounds",
+    ),
     "users": (replaced(fake_programs, "_check_user", anyone), "ends.what_is_wrong_inside_names_the_field"),
 }
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from bench.drivers.base import Driver
+from bench.peers.base import Failed
+from bench.peers.raw import KEY, timed
 
 pytestmark = pytest.mark.unit
 
@@ -74,3 +77,26 @@ def test_a_failure_in_a_thread_ends_the_operation() -> None:
 def test_what_a_target_cannot_do_is_refused(op: str) -> None:
     with pytest.raises(ValueError, match="no such operation"):
         Driver(Counting()).perform(op, ["1"])
+
+
+def test_what_flows_goes_through_one_sandbox() -> None:
+    target = Counting()
+    asked: list[tuple[int, int]] = []
+
+    def stream(sandbox: int, mib: int) -> dict[str, Any]:
+        asked.append((sandbox, mib))
+        return {"count": mib, "seconds": 1.0, "latencies_us": [1e6]}
+
+    driver = Driver(target, flows={"stream": stream})
+    driver.perform("create", ["1", "1"])
+    assert driver.perform("stream", ["7"])["count"] == 7
+    assert asked == [(1, 7)]
+    with pytest.raises(ValueError, match="no such operation"):
+        driver.perform("echo", ["7"])
+
+
+def test_another_key_than_the_one_typed_is_no_figure() -> None:
+    typed: list[int] = []
+    assert timed(5, lambda: typed.append(1), lambda: KEY)["count"] == len(typed) == 5
+    with pytest.raises(Failed, match="came back"):
+        timed(5, lambda: None, lambda: b"y")

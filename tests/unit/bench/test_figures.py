@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from bench import report
 from bench.marks import MARKS, Mark
 from bench.peers.base import Sample
-from bench.scenarios import Idle, Options, Results, interleaved
+from bench.rounds import interleaved, line
+from bench.scenarios import Idle, Options, Results
 from bench.stats import Spread, percentile, ratios
 
 pytestmark = pytest.mark.unit
@@ -42,7 +44,8 @@ def test_ratios_pair_the_rounds() -> None:
 
 def test_rounds_are_interleaved_and_rotate() -> None:
     peers: list[Any] = ["a", "b", "c"]
-    assert [peer for _, peer in interleaved(peers, 3)] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    order: list[Any] = [peer for _, peer in interleaved(peers, 3)]
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert interleaved([], 2) == []
 
 
@@ -89,3 +92,28 @@ def test_the_report_says_what_was_not_measured_and_keeps_every_round() -> None:
     document = report.document({}, Options(), results, {})
     assert [one["rate"] for one in document["rounds"]["run"]["dsec"]] == [100.0, pytest.approx(90.0)]
     assert document["marks"]["idle-memory"] == {"measured": None, "met": None}
+
+
+def test_what_streams_is_counted_in_mib_and_judged_in_megabytes() -> None:
+    results = Results()
+    for rate, server_ms in ((286.0, 4.0), (287.0, 4.0)):  # MiB: 299.9 and 300.9 MB
+        results.rounds["stream"] = {"dsec": [sample(rate, server_ms)], "raw": [sample(900.0, 1.0)]}
+        assert mark("stream-rate").verdict(results)[1] is (rate == 287.0)
+    assert mark("raw-stream-cpu").verdict(results) == (Spread(4.0, 4.0, 4.0), None)
+
+
+def test_a_run_in_a_crowd_is_compared_with_one_alone() -> None:
+    results = Results()
+    assert mark("crowd-cpu").verdict(results) == (None, None)
+    results.add("crowd-1", "dsec", sample(server_ms=4.0))
+    assert mark("crowd-cpu").verdict(results) == (None, None)
+    results.add("crowd", "dsec", sample(server_ms=5.0))
+    assert mark("crowd-cpu").verdict(results) == (Spread(1.25, 1.25, 1.25), False)
+
+
+def test_parts_of_the_server_are_told() -> None:
+    one = replace(sample(), parts={"agent": 0.05, "runtime": 0.02})
+    results = Results()
+    results.add("stream", "dsec", one)
+    assert "agent 0.50  runtime 0.20" in line(0, "stream", "dsec", one)
+    assert "agent 0.50 [0.50 0.50] runtime 0.20 [0.20 0.20]" in report.text({}, results, {})

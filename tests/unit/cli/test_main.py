@@ -16,7 +16,7 @@ import dsec as dsec_package
 from dsec.cli.commands import service
 from dsec.cli.commands.programs import advise
 from dsec.cli.main import COMMANDS, main
-from dsec.cli.words import PHRASES, in_our_words
+from dsec.cli.words import COMMANDS_ELSEWHERE, PHRASES, in_our_words
 from tests.kit.scripted import Request, Script, Server, Wire
 
 ID = "sbx-n1-aaaaaaaaaaaaa"
@@ -98,12 +98,73 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ("ps --josn", "--json"),
         ("layer import dir:/x y:1 --usr x", "--user"),
         ("up --stat-dir x", "--state-dir"),
+        ("run -m 512m true", "--memory-mib"),
+        ("run --cpus 2 true", "--cpu"),
+        ("run --workdir=/x true", "--cwd"),
+        ("stop -t 5 x", "--grace-s"),
     ],
 )
-def test_what_is_mistyped_is_guessed(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_mistyped_or_of_another_tool_is_guessed(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with suppress(SystemExit):
         assert main(line.split()) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("kill x", "no command 'kill'; `dsec stop SANDBOX` may be what is meant\n"),
+        ("rmi x", "`dsec layer rm LAYER` may be"),
+        ("run -v /a:/b true", "unrecognized arguments: -v; nothing of the host is seen inside"),
+        ("run --rm true", "unless --keep is given"),
+        ("rm -f x", "unrecognized arguments: -f; `dsec stop` needs none"),
+        ("run -f true", "unrecognized arguments: -f\n"),
+        ("version", "`dsec --version` may be what is meant"),
+        ("exec -d x sleep 9", "unrecognized arguments: -d; it waits for its program: `spawn` of the SDK starts one"),
+        ("exec --detach x sleep 9", "`dsec exec -it`, which ^P ^Q leaves"),
+        ("exec -q x true", "unrecognized arguments: -q\n"),
+        ("logs --tail 5 x", "`dsec logs SANDBOX | tail -n 5` shows the end of it"),
+        ("logs --tail=5 x", "| tail -n 5`"),
+        ("logs -n 5 x", "| tail -n 5`"),
+        ("logs --since 1m x", "output is kept without times"),
+        ("logs -q x", "unrecognized arguments: -q\n"),
+        ("ps -m", "unrecognized arguments: -m\n"),
+        ("shell", "are required: sandbox\n"),
+        ("exec", "are required: sandbox, COMMAND\n"),
+    ],
+)
+def test_what_there_is_instead_is_said(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        assert main(line.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_word_of_another_tool_is_one_of_ours() -> None:
+    assert not COMMANDS.keys() & COMMANDS_ELSEWHERE.keys()
+    assert {words.split()[1] for words in COMMANDS_ELSEWHERE.values()} <= {*COMMANDS, "--version"}
+
+
+def test_who_detaches_a_program_is_told_what_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-d", "--", "sleep", "9"]) == 125
+    told = capsys.readouterr().err
+    assert "`dsec exec` runs one in it and waits for it; `spawn` of the SDK starts one that goes on by itself" in told
+
+
+@pytest.mark.parametrize(("words", "method"), [(("x:/no", "."), "stat"), (("/etc/hosts", "x:/no/"), "write")])
+def test_a_copy_that_fails_says_in_which_sandbox(
+    serve: Serve, capsys: pytest.CaptureFixture[str], words: tuple[str, str], method: str
+) -> None:
+    def script(request: Request, wire: Wire) -> None:
+        if "/files" in request.path:
+            wire.error("file_not_found", f"{method} /no: No such file or directory (ENOENT)", 404, errno="ENOENT")
+        else:
+            wire.answer(INFO)
+
+    serve(script)
+    assert main(["cp", *words]) == 1
+    assert capsys.readouterr().err == f"dsec: x: {method} /no: No such file or directory (ENOENT)\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -194,7 +255,10 @@ def test_notes_for_what_is_easily_meant_otherwise(capsys: pytest.CaptureFixture[
     advise(["true", "--memory-mib", "64"], terminal=False)
     assert "--memory-mib stands after the command" in capsys.readouterr().err
     advise(["python3"], terminal=True)
-    assert "`dsec shell NAME python3` gives it this terminal" in capsys.readouterr().err
+    assert (
+        "`dsec run -it python3`, or in a sandbox that is there `dsec shell NAME python3`, gives"
+        in capsys.readouterr().err
+    )
     advise(["--timeout-s", "3", "sleep", "5"], terminal=False)
     assert "--timeout-s stands after the sandbox" in capsys.readouterr().err
     advise(["cd", "/tmp"], terminal=False)
@@ -233,6 +297,8 @@ def test_inspect_shows_the_limits_in_effect_and_readable_times(
     def script(request: Request, wire: Wire) -> None:
         if "/events" in request.path:
             return no_events(wire)
+        if "/files:stat" in request.path:
+            return wire.answer({"path": "/dev/null", "name": "null", "type": "char"})
         wire.answer({} if request.path.endswith("/processes") else INFO)
 
     serve(script)
@@ -408,6 +474,17 @@ def test_run_creates_runs_and_stops(serve: Serve) -> None:
     assert stop.method == "DELETE"
 
 
+def test_dockers_word_for_no_network(serve: Serve) -> None:
+    server = serve(program(ended(0)))
+    assert dsec("run", "--network", "none", "x").returncode == 0
+    assert not server.requests[0].value().get("network")
+    before = len(server.requests)
+    for words in (["npm"], ["none", "npm=off"]):
+        done = dsec("run", *(f"--network={word}" for word in words), "x")
+        assert done.returncode == 125 and b"NAME=on or NAME=off, or none alone" in done.stderr
+    assert len(server.requests) == before
+
+
 def test_run_stops_its_sandbox_when_the_platform_fails(serve: Serve) -> None:
     server = serve(program({"error": {"code": "launch_failed", "message": "no", "request_id": "r-1"}}))
     done = dsec("run", "x")
@@ -425,7 +502,7 @@ def test_detach_and_keep(serve: Serve) -> None:
     assert dsec("run", "-d", "x").returncode == 125
 
 
-@pytest.mark.parametrize("number", [2, 15])
+@pytest.mark.parametrize("number", [1, 2, 15])
 def test_interrupt_kills_the_program_and_stops_the_sandbox(serve: Serve, number: int) -> None:
     def script(request: Request, wire: Wire) -> None:
         if "stream=1" in request.path:
@@ -461,6 +538,16 @@ def test_reader_that_leaves_is_no_traceback(serve: Serve) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
+
+
+@pytest.mark.parametrize(("output", "code"), [(">&-", 0), (">&- 2>&-", 0), (">/dev/full", 1)])
+def test_output_that_goes_nowhere_is_no_traceback(serve: Serve, output: str, code: int) -> None:
+    serve(lambda request, wire: wire.answer({"items": [INFO] * 20_000}))
+    line = f'exec "$0" -c "$1" ps {output}'
+    done = subprocess.run(["sh", "-c", line, sys.executable, NO_START], capture_output=True, check=False)
+    assert done.returncode == code
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == code and all(line.startswith("dsec: ") for line in lines)
 
 
 def test_stop_goes_on_after_a_failure(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,6 +618,8 @@ def test_inspect_and_job(serve: Serve, capsys: pytest.CaptureFixture[str]) -> No
     def script(request: Request, wire: Wire) -> None:
         if "/events" in request.path:
             return no_events(wire)
+        if "/files:stat" in request.path:
+            return wire.answer({"path": "/dev/null", "name": "null", "type": "char"})
         answers = {"/usage": {"pids": 1}, "/processes": {}, ":stop": {"stopped": 3}}
         wire.answer(next((value for end, value in answers.items() if request.path.endswith(end)), INFO))
 

@@ -6,43 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dsec.cli.rawtty import Keys
-from tests.kit.ptynode import SANDBOX, PtyNode
+from tests.kit.ptynode import COMMAND, SANDBOX, Place
 from tests.kit.ptyuser import PtyUser
-from tests.kit.scripted import Server
 
-COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 # A shell without anybody's start files, with a prompt that nothing else looks like.
 SHELL = ("env", "PS1=ready> ", "ENV=", "sh", "-i")
-
-
-class Place:
-    """A node, and the command that knows it."""
-
-    def __init__(self, server: Server, node: PtyNode) -> None:
-        self.server = server
-        self.node = node
-        self.env = {**os.environ, "DSEC_URL": server.url, "TERM": "vt220"}
-
-    def user(self, *args: str) -> PtyUser:
-        return PtyUser([*COMMAND, *args], self.env)
-
-    def dsec(self, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([*COMMAND, *args], env=self.env, input=stdin, capture_output=True, check=False)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    node = PtyNode()
-    server = Server(tmp_path / "s", node)
-    yield Place(server, node)
-    node.close()
-    server.close()
 
 
 def test_keys_that_detach() -> None:
@@ -157,7 +129,8 @@ def test_the_terminal_is_given_back_when_the_command_breaks(place: Place) -> Non
         "t.Talk._turn = bad\n"
         "from dsec.cli.main import main; sys.exit(main())"
     )
-    with PtyUser([sys.executable, "-c", broken, "shell", SANDBOX, *SHELL], place.env) as user:
+    plain = place.env | {"PYTHON_COLORS": "0"}  # since Python 3.13 a traceback is coloured
+    with PtyUser([sys.executable, "-c", broken, "shell", SANDBOX, *SHELL], plain) as user:
         user.expect(b"RuntimeError: broken")
         assert user.ends() == 1
         assert user.as_before()
@@ -271,7 +244,7 @@ def test_attach_to_a_program_without_a_terminal(place: Place) -> None:
     ) as command:
         assert command.stdin is not None and command.stdout is not None
         assert command.stdout.readline() == b"first\n"
-        done = place.dsec("attach", SANDBOX, "p-1", stdin=b"second\n")
+        done = place.dsec("attach", SANDBOX, stdin=b"second\n")  # the newest
         assert (done.returncode, done.stdout) == (2, b"second\n")
         assert command.stdout.read() == b"second\n"
         assert command.wait() == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,15 +43,15 @@ def tree(tmp_path: Path) -> Path:
     for name in ("__init__.py", "conftest.py", "kit/__init__.py", "kit/lanes.py"):
         (tmp_path / "tests" / name).write_text((lanes.TESTS / name).read_text())
     (tmp_path / "tests/unit/test_x.py").write_text(TEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unit\n    same_everywhere\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unit\n    same_everywhere\n    one_guest\n")
     return tmp_path
 
 
-def run(tree: Path, require: str, guest: str = "") -> subprocess.CompletedProcess[str]:
+def run(tree: Path, require: str, guest: str = "", share: str = "0/1") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "-v"],
         cwd=tree,
-        env={**os.environ, lanes.REQUIRE_ENV: require, lanes.GUEST_ENV: guest},
+        env={**os.environ, lanes.REQUIRE_ENV: require, lanes.GUEST_ENV: guest, lanes.SHARE_ENV: share},
         capture_output=True,
         text=True,
         check=False,
@@ -76,6 +77,29 @@ def test_a_guest_leaves_out_what_is_the_same_everywhere(tree: Path, guest: str, 
     done = run(tree, "unit", guest)
     assert done.returncode == 0, done.stdout
     assert told in done.stdout
+
+
+DEALT = """
+import pytest
+
+@pytest.mark.one_guest
+@pytest.mark.parametrize("number", range(40))
+def test_dealt(number):
+    pass
+
+def test_everywhere():
+    pass
+"""
+
+
+def test_two_guests_share_what_one_has_to_run(tree: Path) -> None:
+    (tree / "tests/unit/test_x.py").write_text(DEALT)
+    both = [set(re.findall(r"::(\S+) PASSED", run(tree, "unit", "1", share).stdout)) for share in ("0/2", "1/2")]
+    assert both[0] & both[1] == {"test_everywhere"}
+    assert both[0] | both[1] == {"test_everywhere", *(f"test_dealt[{number}]" for number in range(40))}
+    assert min(map(len, both)) > 10
+    for guest in ("", "1"):  # by name in a guest, and elsewhere
+        assert "41 passed" in run(tree, "unit", guest).stdout
 
 
 def test_another_required_lane_does_not_matter(tree: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsec.model.errors import NodeFull
+from dsec.model.errors import NodeDiskFull, NodeFull
 from dsec.node.admission import RESOURCES, Admission, Need, Room
 from tests.kit.simnode import VirtualClock, settle
 
@@ -42,6 +42,36 @@ def test_refuses_naming_the_resource():
         admission.release("a")
         admission.release("a")
         await admission.reserve("b", need(100), 0)
+
+    asyncio.run(main())
+
+
+def test_output_counts_as_promised_disk_and_leaves_what_stays_free():
+    async def main() -> None:
+        gauge = Gauge()
+        room_ = Room(total={**dict.fromkeys(RESOURCES, 1e9), "disk_mib": 100.0}, keep_free={"disk_mib": 50.0})
+        admission = Admission(room_, gauge, VirtualClock())
+        await admission.reserve("a", Need(memory_mib=1, disk_mib=60, pids=1), 0)
+        admission.hold_spool("p", 30)
+        admission.restore_spool("p", 30)
+        assert admission.snapshot()["disk_mib"]["promised"] == 90
+        with pytest.raises(NodeFull) as full:
+            admission.hold_spool("q", 11)
+        assert full.value.detail == {"resource": "disk_mib", "asked": 11, "left": 10}
+        gauge.now = {"disk_mib": 55.0}
+        with pytest.raises(NodeDiskFull) as disk:
+            admission.hold_spool("q", 6)
+        assert disk.value.detail == {"resource": "disk_mib", "asked": 6, "left": 55, "keep": 50}
+        admission.hold_spool("q", 5)
+        admission.hold_spool("none", 0)
+        waiting = asyncio.create_task(admission.reserve("b", Need(memory_mib=1, disk_mib=30, pids=1), 100))
+        await settle()
+        assert not waiting.done()
+        admission.release_spool("p")
+        admission.release_spool("p")
+        await waiting
+        assert admission.holders() == {"a", "b"}
+        assert admission.snapshot()["disk_mib"]["promised"] == 95
 
     asyncio.run(main())
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from dsec.model.errors import InvalidSpec, NotFound
 from dsec.model.events import Event
+from dsec.model.processes import SpawnSpec
+from dsec.model.specs import RunSpec, Spec
 from dsec.node import events as node_events
+from dsec.node import lifecycle
+from dsec.node.admission import RESOURCES, Room
+from dsec.node.core import decode_info
+from dsec.node.runs import Flight
 from tests.kit.aio import until
 from tests.kit.simnode import SimNode
 
@@ -41,6 +48,33 @@ def test_a_life_is_told_in_order_without_gaps_also_after_its_end(sim):
         assert await told(s, id_, since=5) == []
 
     sim(scenario)
+
+
+@pytest.mark.parametrize("atomic", [None, False, True])
+def test_the_first_one_tells_how_long_there_was_no_room(tmp_path: Path, atomic: bool | None) -> None:
+    async def main() -> None:
+        room = Room(total=dict.fromkeys(RESOURCES, 1e12) | {"memory_mib": 1500.0})
+        async with SimNode(tmp_path, room=room) as s:
+            first = await s.create(memory_mib=1000, idle_timeout_s=None, lifetime_s=None)
+            assert (await told(s, first))[0].detail["waited_s"] == 0
+            spec = Spec(memory_mib=1000, wait_s=100)
+
+            async def later() -> str:
+                if atomic is None:
+                    return await s.create(memory_mib=1000, wait_s=100)
+                answers = [answer async for _, answer in s.node.create_many([spec], "k", atomic=atomic)]
+                assert isinstance(answers[0], bytes)
+                return decode_info(answers[0]).id
+
+            waiting = asyncio.ensure_future(later())
+            await s.clock.advance(30)
+            await s.node.stop(first)
+            created = (await told(s, await waiting))[0]
+            assert created.kind == "created"
+            assert created.detail["waited_s"] == pytest.approx(30, abs=1)
+            assert created.detail["took_s"] >= created.detail["waited_s"]
+
+    asyncio.run(main())
 
 
 def test_events_are_still_there_after_a_restart_which_is_one(sim):
@@ -109,6 +143,76 @@ def test_a_follower_hears_what_happens_until_the_end(sim):
         await s.node.stop(id_)
         await following
         assert kinds(heard) == ["created", "run.ended", "ended"]
+
+    sim(scenario)
+
+
+def test_a_follower_of_a_quiet_sandbox_does_nothing(sim, monkeypatch):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        heard: list[Event] = []
+
+        async def follow() -> None:
+            async for event in s.node.events.of(id_, follow=True):
+                heard.append(event)
+
+        following = [asyncio.create_task(follow()) for _ in range(2)]
+        await until(lambda: len(heard) == 2)
+        await asyncio.sleep(2 * node_events.LOOK_S)
+        reads: list[str] = []
+        read = s.node.core.store.read
+        monkeypatch.setattr(s.node.core.store, "read", lambda sql, args=(): reads.append(sql) or read(sql, args))
+        await asyncio.sleep(3 * node_events.LOOK_S)
+        assert reads == []
+        following.pop().cancel()  # one that leaves wakes no other, and is not waited for
+        await s.run(id_, "true")
+        await until(lambda: len(heard) == 3)
+        await s.node.stop(id_)
+        await asyncio.gather(*following)
+        assert kinds(heard)[2:] == ["run.ended", "ended"]
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize("how", ["stopped", "by itself"])
+def test_what_a_sandbox_took_with_it_ended_before_it_did(sim, how):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        run = await s.fly(id_, "sleep 1000")
+        program = await s.node.programs.spawn(id_, SpawnSpec(command="sleep 1000"))
+        assert isinstance(run, Flight)
+        await until(lambda: run.launched)
+        if how == "stopped":
+            await s.node.stop(id_)
+        else:
+            s.world.lose(id_)
+            await until(lambda: s.node.core.alive(id_) is None)
+        *_, first, second, last = await told(s, id_)
+        assert {first.kind, second.kind} == {"run.ended", "spawn.ended"}
+        assert program.id in (first.process_id, second.process_id)
+        assert last.kind == "ended"
+
+    sim(scenario)
+
+
+def test_a_stuck_end_of_a_run_holds_up_no_end_of_a_sandbox_for_long(sim, monkeypatch):
+    monkeypatch.setattr(lifecycle, "LAND_S", 0.01)
+
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        blocked = asyncio.Event()
+
+        async def stuck(*_: object) -> None:
+            blocked.set()
+            await asyncio.Event().wait()
+
+        flight = await s.node.run(id_, RunSpec(command="echo x; sleep 1000"), None, stuck)
+        assert isinstance(flight, Flight)
+        await blocked.wait()
+        assert (await s.node.stop(id_)).state == "stopped"
+        assert not flight.done.done()
+        assert flight.task is not None
+        flight.task.cancel()
 
     sim(scenario)
 

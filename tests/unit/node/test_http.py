@@ -279,7 +279,9 @@ def test_batches_stream_and_can_be_cancelled(serve):
         bad = {"specs": [{}, {"base": "missing"}], "atomic": True}
         async with s.http.post("/v1/sandboxes:batch", json=bad) as answer:
             items = [item async for item in lines(answer)]
+            asked = answer.headers["X-Request-Id"]
         assert items[-1] == {"done": True, "created": 0, "failed": 2} and items[1]["error"]["code"] == "invalid_spec"
+        assert [item["error"]["request_id"] for item in items[:-1]] == [asked, asked]
         assert len(s.world.sandboxes) == 40
         assert (await s.call("POST", "/v1/jobs/j:stop"))[1] == {"stopped": 40}
         s.world.faults.delay_s["start"] = 0.5
@@ -430,7 +432,9 @@ def test_a_client_that_drips_is_cut_off(serve, monkeypatch):
 def test_malformed_requests_end_their_connection_only(serve, data):
     async def scenario(s: SimServer) -> None:
         got = await s.raw(data, until_closed=False)
-        assert got == b"" or got.split(b" ")[1] == b"400", got[:100]
+        if got:
+            assert got.split(b" ")[1] == b"400", got[:100]
+            assert json.loads(got.partition(b"\r\n\r\n")[2])["code"] == "invalid_spec", got
         assert (await s.call("GET", "/v1/health"))[0] == 200
 
     serve(scenario)

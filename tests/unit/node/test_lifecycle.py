@@ -16,6 +16,7 @@ from dsec.model.errors import (
     LaunchFailed,
     NodeDiskFull,
     NotFound,
+    Rejected,
     SandboxLost,
     Unavailable,
     Unsupported,
@@ -192,6 +193,22 @@ def test_what_is_refused_leaves_nothing(sim, fields, error, named):
         assert named is None or caught.value.detail["field"] == named
         s.check()
         assert not s.rows() and not s.open_steps() and not s.world.inventory()
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"base": "missing"}, "a layer of this node (there is every other); `dsec layer import` makes one"),
+        ({"image": "python:3.12"}, "base= (--base) names a layer of the node, and `docker export` with `dsec layer"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(sim, fields, told):
+    async def scenario(s: SimNode) -> None:
+        with pytest.raises(Rejected) as caught:
+            await s.create(**fields)
+        assert told in caught.value.message
 
     sim(scenario)
 

@@ -20,11 +20,11 @@ LAYERS = [
 def test_defaults_come_from_the_topmost_layer_that_sets_them():
     base = plans.defaults(Spec(), LAYERS)
     assert (base.cwd, base.user) == ("/w", "base")
-    assert base.env == {"PATH": "/base", "A": "work", "HOME": "/"}
+    assert base.env == {"PATH": "/base", "A": "work"}
     own = plans.defaults(Spec(cwd="/s", user="root", env={"A": "spec", "HOME": "/h"}), LAYERS)
     assert (own.cwd, own.user, own.env["A"], own.env["HOME"]) == ("/s", "root", "spec", "/h")
     bare = plans.defaults(Spec(), [])
-    assert (bare.cwd, bare.user, bare.env) == ("/", "root", {"PATH": plans.PATH_DEFAULT, "HOME": "/root"})
+    assert (bare.cwd, bare.user, bare.env) == ("/", "root", {"PATH": plans.PATH_DEFAULT})
 
 
 def test_a_plan_is_complete():

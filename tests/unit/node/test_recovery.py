@@ -10,6 +10,7 @@ from dsec.backends.base import StartPlan
 from dsec.backends.fake import FakeBackend
 from dsec.model import failpoint, ids
 from dsec.model.errors import SandboxLost, Unavailable, Unknown
+from dsec.model.processes import SpawnSpec
 from dsec.model.specs import Spec
 from dsec.node.core import value_of
 from tests.kit.aio import until
@@ -137,6 +138,42 @@ def test_one_that_was_being_stopped_is_stopped(sim):
         info = await s.node.get(id_)
         assert (info.state, info.end_reason) == ("stopped", "stopped")
         s.check()
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_was_begun_in_one_that_was_being_stopped_has_ended(sim, gone):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        program = await s.node.programs.spawn(id_, SpawnSpec(command="sleep 1000"))
+        s.kill_at(2)  # the row is written; stop.marked
+        stopping = asyncio.ensure_future(s.node.stop(id_))
+        await s.clock.settle()
+        if gone:
+            s.world.lose(id_)
+        await s.restart()
+        await asyncio.gather(stopping, return_exceptions=True)
+        await s.clock.advance(1)
+        assert (await s.node.programs.find(id_, program.id)).state == "ended"
+        with pytest.raises(SandboxLost) as lost:
+            await s.node.programs.wait(id_, program.id, 5)
+        assert lost.value.detail["reason"] == "stopped"
+        assert s.node.core.steps.open(id_) == []
+        s.check()
+
+    sim(scenario)
+
+
+def test_what_nobody_wrote_down_the_end_of_has_ended_with_its_sandbox(sim):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        program = await s.node.programs.spawn(id_, SpawnSpec(command="sleep 1000"))
+        await s.node.stop(id_)
+        await s.node.core.store.commit(("UPDATE steps SET state = 0, response = NULL WHERE scope = ?", (id_,)))
+        assert (await s.node.programs.find(id_, program.id)).state == "ended"
+        with pytest.raises(SandboxLost):
+            await s.node.programs.wait(id_, program.id, 5)
 
     sim(scenario)
 

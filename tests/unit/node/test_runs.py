@@ -32,7 +32,7 @@ def test_a_repeated_key_runs_once(sim):
         assert {result.process_id for result in [*results, again]} == {again.process_id}
         assert again.stdout == "hi\n"
         assert s.world.faults.calls["run"] == 1
-        with pytest.raises(Conflict):
+        with pytest.raises(Conflict, match=r"other content \(of 'echo hi'\); every field counts, also a timeout"):
             await s.run(id_, "echo ho", "k")
         other = await s.create()
         assert (await s.run(other, "echo ho", "k")).stdout == "ho\n"  # a key is its sandbox's
@@ -44,7 +44,7 @@ def test_another_content_conflicts_in_flight_as_well(sim):
     async def scenario(s: SimNode) -> None:
         id_ = await s.create()
         await s.fly(id_, "sleep 10", "k")
-        with pytest.raises(Conflict):
+        with pytest.raises(Conflict, match="of 'sleep 10'"):
             await s.fly(id_, "sleep 11", "k")
 
     sim(scenario)

@@ -31,6 +31,11 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
         ["--tls-cert", "/x"],
         ["--tls-cert", "/no/such/file", "--tls-key", "/no/such/file"],
         ["--node", "No_Good"],
+        ["--origin", "ui.example"],
+        ["--origin", "https://ui.example/"],
+        ["--origin", "null"],
+        ["--origin", "https://ui.example:99999"],
+        ["--origin", "https://*.example"],
         ["--overcommit", "gold=2"],
         ["--overcommit", "memory_mib=0"],
         ["--overcommit", "memory_mib=nan"],
@@ -50,6 +55,12 @@ def test_flags_and_environment(monkeypatch):
     assert (str(config.run_dir), str(config.state_dir), config.cgroup, config.node) == ("/r", "/s", "c", "n7")
     assert (config.listen, config.overcommit, config.backends) == (("::1", 80), {"memory_mib": 4.0}, ("container",))
     assert parse(["--run-dir", "/q"]).socket == Path("/q/api.sock")
+    assert parse(["--origin", "HTTPS://ui.example:8443", "--origin", "http://[::1]:80"]).origins == (
+        "https://ui.example:8443",
+        "http://[::1]",
+    )
+    # As a browser writes it.
+    assert parse(["--origin", "https://ui:443", "--origin", "http://ui:443"]).origins == ("https://ui", "http://ui:443")
 
 
 async def start(directory: Path, *flags: str) -> asyncio.subprocess.Process:
@@ -92,6 +103,7 @@ def test_one_agent_at_a_time_and_sigterm_ends_it_cleanly(tmp_path):
         first.send_signal(signal.SIGTERM)
         _, said = await first.communicate()
         assert first.returncode == 0 and not path.exists(), said
+        assert b'node n1 stops; it has no sandboxes"' in said
         third = await start(tmp_path)  # what the first one left lies in nobody's way
         await answers(path)
         third.kill()

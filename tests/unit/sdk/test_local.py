@@ -157,6 +157,31 @@ def test_a_file_that_does_not_come_whole_is_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "f"]
 
 
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_of_a_cut_archive_no_file_is_half(tmp_path: Path, old: bytes | None) -> None:
+    target = tmp_path / "t"
+    target.mkdir()
+    if old is not None:
+        (target / "b").write_bytes(old)
+    whole = archive(member("a"), member("b"), member("c"), content=b"new" * 1000)
+    for at in range(0, len(whole), 700):
+        tree = local.Tree(target, None)
+        tree.feed(whole[:at]) if at else None
+        tree.close()
+        for path in target.iterdir():
+            assert path.name in ("a", "b", "c"), at
+            assert path.read_bytes() == b"new" * 1000 or (path.name, path.read_bytes()) == ("b", old), at
+
+
+def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
+    name = "\U0001f600" * 63
+    with local.File(tmp_path / name, None) as file:
+        file.write(b"x")
+        file.done()
+    unpack(archive(member(name)), tmp_path / "t")
+    assert (tmp_path / name).read_bytes() == (tmp_path / "t" / name).read_bytes() == b"x"
+
+
 def test_a_tree_goes_up_as_it_is(tmp_path: Path) -> None:
     source = tmp_path / "s"
     (source / "d").mkdir(parents=True)
@@ -203,3 +228,10 @@ def test_many_pieces_and_many_files(tmp_path: Path) -> None:
         tree.feed(data[start : start + 4096])
     tree.done(TreeReport())
     assert len(list((tmp_path / "t").iterdir())) == 200
+
+
+def test_a_file_whose_directory_is_not_there_says_which(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, local.File(tmp_path / "no" / "f", None):
+        pass
+    assert caught.value.filename == str(tmp_path / "no")
+    assert local.PART_PREFIX not in str(caught.value)

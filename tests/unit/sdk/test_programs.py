@@ -145,6 +145,30 @@ def test_who_follows_is_told_of_a_lost_connection(kit: Kit, serve: Serve) -> Non
     assert told == [True, False, True, False]
 
 
+def test_breaks_between_which_something_came_have_all_tries_each(kit: Kit, serve: Serve) -> None:
+    """Together they take longer than a connection may be away."""
+    server = serve(ScriptedProgram(out={1: OUT, 2: b""}, result=result(), cut_output=frozenset(range(1, 8))))
+
+    async def body() -> None:
+        timing = replace(PATIENT, reconnect_s=0.3, lived_s=1e9, backoff_first_s=0.2, backoff_max_s=0.2)
+        assert b"".join(await collect(kit.sandbox(server.url, timing).process("p-1").stdout)) == OUT
+
+    kit.run(body())
+
+
+def test_what_was_known_already_is_no_progress(kit: Kit, serve: Serve) -> None:
+    """A server that sends the same again and breaks off is not tried for ever."""
+    # Two bytes a piece, of which the first two of each connection are those from before.
+    server = serve(ScriptedProgram(out={1: OUT, 2: b""}, piece=2, cut_output=frozenset(range(1, 1000))))
+
+    async def body() -> None:
+        timing = replace(PATIENT, reconnect_s=0.5, lived_s=1e9)
+        with pytest.raises(dsec.NodeUnreachable):
+            await collect(kit.sandbox(server.url, timing).process("p-1").stdout.follow(10))
+
+    kit.run(body())
+
+
 def test_a_reader_goes_on_after_the_node_was_away_too_long(kit: Kit, serve: Serve) -> None:
     server = serve(ScriptedProgram(out={1: OUT, 2: b""}, result=result(), cut_output=frozenset({1})))
 
@@ -464,3 +488,18 @@ def test_a_cancelled_command_of_a_session_is_killed_and_the_session_stays(kit: K
 
     kit.run(body())
     assert seen == ["POST /sessions", "POST /sessions/ses-1/run?stream=1", "POST /processes/p-9/kill"]
+
+
+def test_a_signal_is_a_number(kit: Kit, serve: Serve) -> None:
+    server = serve(ScriptedProgram())
+
+    async def body() -> None:
+        process = await get(kit.sandbox(server.url).spawn("x"))
+        asked = len(server.requests)
+        for wrong in ("TERM", 15.0, True, None):
+            with pytest.raises(dsec.InvalidSpec) as refused:
+                await get(process.signal(wrong))
+            assert refused.value.detail["field"] == "signal"
+        assert len(server.requests) == asked
+
+    kit.run(body())

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.unit
         ("unsupported", {"mechanism": "overlay"}, errors.Unsupported, {"mechanism": "overlay"}),
         ("no_space", {}, errors.NodeDiskFull, {}),
         ("limit", {}, errors.NodeFull, {}),
+        ("limit", {"resource": "terminals"}, errors.Exhausted, {"resource": "terminals"}),
         ("launch", {"step": "overlay", "errno": 1}, errors.LaunchFailed, {"step": "overlay", "errno": 1}),
         ("deadline", {"step": "mount"}, errors.LaunchFailed, {"step": "mount"}),
         ("unknown", {}, errors.Unknown, {}),

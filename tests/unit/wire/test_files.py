@@ -21,8 +21,9 @@ from dsec.model.errors import (
     ProgramNotStarted,
     SandboxLost,
     Unavailable,
+    Unsupported,
 )
-from dsec.model.files import Entry, FileEvent
+from dsec.model.files import Entry, FileChange, FileEvent
 from dsec.wire.files import DATA, FileClient, HelperGone
 from tests.kit.aio import asynchronous, until
 
@@ -144,6 +145,7 @@ async def test_bytes_come_in_pieces_of_any_size(tmp_path: Path) -> None:
         ("no_space", {"resource": "disk"}, NoSpace),
         ("file_error", {"errno": "ENOTDIR"}, FileError),
         ("bad_request", {"field": "path"}, InvalidSpec),
+        ("bad_request", {"field": "op"}, Unsupported),
         ("something_new", {}, FileError),
         ("internal", {}, Unavailable),
     ],
@@ -163,6 +165,30 @@ async def test_a_refusal_has_its_class_and_the_helper_serves_on(
         with pytest.raises(kind):
             await client.stat(b"/f")
         assert (await client.stat(b"/f")).size == 6
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "told"),
+    [
+        ("write /srv/: EISDIR", "is_a_directory", "write /srv/: Is a directory (EISDIR); name the file to be made"),
+        ("append /srv: EISDIR", "is_a_directory", "append /srv: Is a directory (EISDIR); name the file to be made"),
+        ("write /srv: it is a directory", "is_a_directory", "write /srv: it is a directory; name the file to be made"),
+        ("read /srv: EISDIR", "is_a_directory", "read /srv: Is a directory (EISDIR)"),
+        ("write /a/b: ENOTDIR", "file_error", "write /a/b: Not a directory (ENOTDIR)"),
+    ],
+)
+@asynchronous
+async def test_what_the_kernel_says_is_said_in_words(tmp_path: Path, message: str, code: str, told: str) -> None:
+    async def script(peer: Peer) -> None:
+        first = await peer.request()
+        detail = {"errno": message.rpartition(" ")[2]}
+        peer.say(id=first["id"], err={"code": code, "message": message, "detail": detail})
+        await peer.reader.read()
+
+    async with helper(tmp_path, script) as client:
+        with pytest.raises(FileError) as caught:
+            await client.stat(b"/f")
+    assert caught.value.message == told
 
 
 @pytest.mark.parametrize(
@@ -358,3 +384,54 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
         right.close()
 
     asyncio.run(main())
+
+
+STATE = {"type": "file", "size": 3, "mode": 0o644, "uid": 0, "gid": 0, "mtime_ns": 1_500_000_000, "target": None}
+CHANGE = {"kind": "changed", "path": b"/\xff", "before": STATE, "now": {**STATE, "size": 4}, "what": ["content"]}
+
+
+@asynchronous
+async def test_a_diff_comes_in_parts_and_ends_with_its_counts(tmp_path: Path) -> None:
+    async def script(peer: Peer) -> None:
+        request = await peer.request()
+        assert request["args"] == {"path": b"/d", "limit": 2}
+        deleted = {"kind": "deleted", "path": b"/l", "before": {**STATE, "type": "symlink", "target": b"\xfe"}}
+        peer.say(id=request["id"], ev="changes", changes=[CHANGE])
+        peer.say(id=request["id"], ev="changes", changes=[deleted])
+        skipped = {"count": 1, "named": [{"path": b"/d/proc", "why": "mount"}]}
+        peer.say(id=request["id"], ok={"changed": 1, "deleted": 1, "skipped": skipped, "more": True})
+        await peer.reader.read()
+
+    told: list[FileChange] = []
+
+    async def sink(changes: tuple[FileChange, ...]) -> None:
+        told.extend(changes)
+
+    async with helper(tmp_path, script) as client:
+        report = await client.diff(b"/d", limit=2, sink=sink)
+        assert client.usable
+    assert (report.changed, report.deleted, report.more, report.skipped.named[0].why) == (1, 1, True, "mount")
+    changed, deleted = told
+    assert (changed.raw_path, changed.size, changed.what) == (b"/\xff", 4, ("content",))
+    assert deleted.before is not None
+    assert (deleted.type, deleted.before.raw_target, deleted.now) == ("symlink", b"\xfe", None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kind": "eaten"}, {"what": ["smell"]}, {"now": {**STATE, "type": "soup"}}, {"before": 5}, {"path": "text"}],
+)
+@asynchronous
+async def test_a_change_without_sense_ends_the_connection(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    async def script(peer: Peer) -> None:
+        request = await peer.request()
+        peer.say(id=request["id"], ev="changes", changes=[{**CHANGE, **wrong}])
+        await peer.reader.read()
+
+    async def sink(changes: tuple[FileChange, ...]) -> None:
+        raise AssertionError(changes)
+
+    async with helper(tmp_path, script) as client:
+        with pytest.raises(Unavailable):
+            await client.diff(b"/", limit=None, sink=sink)
+        assert not client.usable

@@ -1,9 +1,11 @@
 //! Bytes that nobody meant: nothing panics, nothing is left over. `DSEC_FUZZ_SECONDS` makes it longer.
 
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use dsec_files::{Settings, DATA};
+use dsec_files::{Settings, Views, DATA};
 use rmpv::Value;
 
 use crate::kit::{args, v, Client, Dir};
@@ -65,9 +67,9 @@ fn data(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend(bytes);
 }
 
-const OPS: [&str; 17] = [
+const OPS: [&str; 18] = [
     "stat", "read", "hash", "list", "mkdir", "remove", "move", "chmod", "chown", "symlink",
-    "readlink", "write", "append", "tree.out", "tree.in", "watch", "cancel",
+    "readlink", "write", "append", "tree.out", "tree.in", "watch", "cancel", "diff",
 ];
 
 /// A request that could be meant, on names in one directory.
@@ -85,6 +87,7 @@ fn request(random: &mut Random, archive: &[u8]) -> Vec<u8> {
         }
         "remove" => args! {path: one, recursive: random.below(2) == 0},
         "list" => args! {path: one, limit: 1 + random.below(5) as u32, cursor: &b"a"[..]},
+        "diff" => args! {path: one, limit: 1 + random.below(5) as u64},
         "watch" => args! {path: one, recursive: true, settle_ms: 0u32},
         _ => args! {path: one},
     };
@@ -115,7 +118,7 @@ fn archive() -> Vec<u8> {
     std::fs::write(source.at("n".repeat(200).as_str()), b"long").unwrap();
     std::os::unix::fs::symlink("d/e", source.at("l")).unwrap();
     std::fs::hard_link(source.at("d/e/f"), source.at("h")).unwrap();
-    std::fs::File::create(source.at("sparse"))
+    File::create(source.at("sparse"))
         .unwrap()
         .set_len(1 << 20)
         .unwrap();
@@ -126,11 +129,17 @@ fn archive() -> Vec<u8> {
 
 /// A helper that cannot reach anything but one directory, whatever a spoiled path may be: its thread has that as its
 /// root, and another user's rights.
-fn confined(dir: &Dir) -> Client {
+fn confined(dir: &Dir, before: &Dir) -> Client {
     let root = dir.path.clone();
     std::os::unix::fs::chown(&root, Some(USER), Some(USER)).unwrap();
     let mut settings = Settings::new("/");
     settings.stall = Duration::from_secs(5);
+    let open = |dir: &Dir| OwnedFd::from(File::open(&dir.path).unwrap());
+    settings.views = Some(Views {
+        now: open(dir),
+        before: open(before),
+        touched: open(dir),
+    });
     Client::prepared(settings, move || {
         dsec_sys::process::unshare(dsec_sys::process::OWN_FS).unwrap();
         rustix::process::chroot(&root).unwrap();
@@ -173,6 +182,10 @@ fn spoiled_streams_never_panic_and_leave_nothing() {
     eprintln!("seed {seed}");
     let mut random = Random(seed);
     let archive = archive();
+    let before = Dir::new();
+    std::fs::create_dir_all(before.at("d/e/f")).unwrap();
+    std::fs::write(before.at("a"), b"content").unwrap();
+    std::fs::write(before.at("b"), b"CONTENT").unwrap();
     let begun = Instant::now();
     let mut round = 0;
     while limit.map_or(round < ROUNDS, |limit| begun.elapsed() < limit) {
@@ -185,7 +198,7 @@ fn spoiled_streams_never_panic_and_leave_nothing() {
         if random.below(4) > 0 {
             random.spoil(&mut stream);
         }
-        let c = confined(&dir);
+        let c = confined(&dir, &before);
         let mut reader = c.sock.try_clone().unwrap();
         let drain = std::thread::spawn(move || {
             let mut buf = [0; 65536];

@@ -2,10 +2,12 @@
 
 mod kit;
 
+mod diffing;
 mod fuzz;
 mod hostile;
 mod one_file;
 mod protocol;
 mod removal;
+mod slashes;
 mod trees;
 mod watching;

@@ -75,6 +75,41 @@ fn all_facts(dir: &Path) -> Vec<String> {
 }
 
 #[test]
+fn a_directory_that_is_made_for_a_tree_is_as_its_own() {
+    let (mut c, dir, to) = (Client::new(), Dir::new(), Dir::new());
+    std::fs::create_dir(dir.at("a")).unwrap();
+    std::fs::write(dir.at("a/f"), b"f").unwrap();
+    for mode in [0o700, 0o1777, 0o500] {
+        let own = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(dir.at("a"), own.clone()).unwrap();
+        let there = std::fs::metadata(dir.at("a")).unwrap();
+        let (stream, _) = tar_out(&mut c, &dir.at("a"));
+        let name = format!("new-{mode:o}/below");
+        c.upload(
+            "tree.in",
+            args! {path: to.at(&name), parents: true},
+            &stream,
+        )
+        .ok();
+        let made = std::fs::metadata(to.at(&name)).unwrap();
+        assert_eq!(made.mode() & 0o7777, mode);
+        assert_eq!(
+            (made.mtime(), made.mtime_nsec()),
+            (there.mtime(), there.mtime_nsec())
+        );
+        // Not those above it, nor one that was there.
+        let above = std::fs::metadata(to.at(&name).parent().unwrap()).unwrap();
+        assert_ne!(above.mode() & 0o7777, mode);
+        std::fs::create_dir(to.at(&format!("there-{mode:o}"))).unwrap();
+        let old = to.at(&format!("there-{mode:o}"));
+        std::fs::set_permissions(&old, std::fs::Permissions::from_mode(0o751)).unwrap();
+        c.upload("tree.in", args! {path: &old, parents: true}, &stream)
+            .ok();
+        assert_eq!(std::fs::metadata(&old).unwrap().mode() & 0o7777, 0o751);
+    }
+}
+
+#[test]
 fn a_tree_comes_back_as_it_was() {
     let (mut c, dir, copy) = (Client::new(), Dir::new(), Dir::new());
     plant(&dir);

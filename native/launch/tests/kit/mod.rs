@@ -338,15 +338,8 @@ impl Sandbox<'_> {
             env: BTreeMap::from([(ByteBuf::from("PATH"), ByteBuf::from("/usr/bin:/bin"))]),
             cwd: ByteBuf::from("/"),
             user: "root".to_owned(),
-            stdin: ByteBuf::new(),
-            stdin_open: false,
-            control: false,
-            timeout_ms: 0,
-            head_bytes: 0,
-            tail_bytes: 0,
-            spool_bytes: 0,
             memory_cgroup: true,
-            nice: 0,
+            ..RunPlan::default()
         }
     }
 

@@ -12,7 +12,7 @@ use rustix::net::{sendmsg, SendAncillaryBuffer, SendFlags, SocketFlags};
 use serde::Serialize;
 
 use super::{Server, Timer, Token, ACCEPT_REST_NS};
-use crate::proto::{self, Id, Nothing, Plain, Reply, Splitter};
+use crate::proto::{self, Id, Nothing, Plain, Reply, Splitter, OUT_CHUNK};
 use crate::{info, util, warning};
 
 /// Connections at once.
@@ -28,6 +28,11 @@ const READ_BYTES: usize = 64 << 10;
 const READS: usize = 8;
 /// Frames sent at once.
 const PARTS: usize = 16;
+/// Of those that were sent so many stay, to be made again in the same memory.
+const SPARE_FRAMES: usize = 4;
+/// So much of what is sent may wait in the socket: with less than some large frames, sender and reader are woken for
+/// each.
+const SOCKET_BYTES: usize = 1 << 20;
 
 pub struct Client {
     sock: OwnedFd,
@@ -79,6 +84,8 @@ impl Server {
             );
             return;
         }
+        // Without it, it is as it was.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size_force(&sock, SOCKET_BYTES);
         let index = self.index();
         if self
             .watch(sock.as_fd(), Token::Client(index), EventFlags::IN)
@@ -241,7 +248,7 @@ impl Server {
             let Some(client) = self.clients.get_mut(&index) else {
                 continue;
             };
-            if client.write().is_err() {
+            if client.write(&mut self.spare_frames).is_err() {
                 self.drop_client(index, "broken");
             } else {
                 self.update_interest(index);
@@ -253,7 +260,7 @@ impl Server {
         let Some(client) = self.clients.get_mut(&index) else {
             return;
         };
-        if client.write().is_err() {
+        if client.write(&mut self.spare_frames).is_err() {
             return self.drop_client(index, "broken");
         }
         if client.out_bytes <= OUT_SOFT {
@@ -302,7 +309,7 @@ impl Server {
         let busy = || LaunchError::field("op", "the connection must have nothing else on it");
         let client = self.clients.get_mut(&index).ok_or_else(busy)?;
         // The answer to `hello` may still be here.
-        let sent = client.write().is_ok() && client.out.is_empty();
+        let sent = client.write(&mut self.spare_frames).is_ok() && client.out.is_empty();
         let alone = client.in_flight <= 1 && client.follows.is_empty();
         if !sent || !alone || !client.splitter.is_empty() {
             return Err(busy());
@@ -318,7 +325,7 @@ impl Server {
 }
 
 impl Client {
-    fn write(&mut self) -> Result<(), rustix::io::Errno> {
+    fn write(&mut self, spare: &mut Vec<Vec<u8>>) -> Result<(), rustix::io::Errno> {
         while !self.out.is_empty() {
             let mut parts: [IoSlice<'_>; PARTS] = std::array::from_fn(|_| IoSlice::new(&[]));
             for (part, frame) in parts.iter_mut().zip(&self.out) {
@@ -330,7 +337,7 @@ impl Client {
             }
             let mut none = SendAncillaryBuffer::default();
             match sendmsg(&self.sock, &parts[..count], &mut none, SendFlags::NOSIGNAL) {
-                Ok(n) => self.has_sent(n),
+                Ok(n) => self.has_sent(n, spare),
                 Err(rustix::io::Errno::AGAIN) => {
                     self.blocked = true;
                     return Ok(());
@@ -343,7 +350,7 @@ impl Client {
         Ok(())
     }
 
-    fn has_sent(&mut self, n: usize) {
+    fn has_sent(&mut self, n: usize, spare: &mut Vec<Vec<u8>>) {
         self.sent += n;
         self.out_bytes -= n;
         while let Some(first) = self.out.front() {
@@ -351,7 +358,10 @@ impl Client {
                 return;
             }
             self.sent -= first.len();
-            self.out.pop_front();
+            let sent = self.out.pop_front().unwrap_or_default();
+            if sent.capacity() >= OUT_CHUNK && spare.len() < SPARE_FRAMES {
+                spare.push(sent);
+            }
         }
     }
 }

@@ -44,14 +44,23 @@ impl Server {
         });
     }
 
-    /// A sandbox ends because what it wrote is lost.
-    pub(super) fn disk_lost(&mut self, index: u64) {
+    /// A sandbox will end because what it wrote is lost.
+    pub(super) fn disk_is_lost(&mut self, index: u64) {
         let Some(s) = self.sandboxes.get(&index) else {
             return;
         };
-        if s.phase == Phase::Running {
+        if s.phase == Phase::Running && s.record.ending.is_none() {
             warning!("sandbox.disk_lost", id = s.record.id);
-            self.begin_stop(index, DISK_LOST, 0);
+            self.note_ending(index, DISK_LOST, 0);
+        }
+    }
+
+    /// A sandbox ends because what it wrote is lost.
+    pub(super) fn disk_lost(&mut self, index: u64) {
+        self.disk_is_lost(index);
+        let running = self.sandboxes.get(&index);
+        if running.is_some_and(|s| s.phase == Phase::Running) {
+            self.end_sandbox(index);
         }
     }
 }

@@ -3,15 +3,16 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use dsec_launch::LaunchError;
+use dsec_launch::{switch, LaunchError};
 use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
 
-use super::run::{self, FreeLeaf};
-use super::sandbox::Phase;
+use super::run::{self, Dying, FreeLeaf, Meta};
+use super::sandbox::{Phase, Sandbox};
 use super::stream::no_writers;
-use super::{Server, Token};
-use crate::backend::Place;
+use super::stuck::{DYING_MAX_NS, DYING_NS, LOOK_NS};
+use super::{Server, Timer, Token};
+use crate::backend::{Leaf, Place};
 use crate::kproto::Fallen;
 use crate::proto::Cause;
 use crate::{fail, info, util, warning};
@@ -20,14 +21,21 @@ use crate::{fail, info, util, warning};
 const LAST_BYTES: usize = 64 << 10;
 /// Empty cgroups of a sandbox that are kept for its next runs.
 const MAX_FREE_LEAVES: usize = 8;
+/// A sandbox with many runs at once keeps so many: to make one and to remove it costs as much as the rest of a run.
+const MAX_CROWD_LEAVES: usize = 64;
+/// Beyond the first of each, all sandboxes together: the kernel's memory and our descriptors.
+const MAX_CROWDS_LEAVES: usize = 512;
 
 impl Server {
-    /// Our own child ended.
+    /// A run's process ended: our own child, or one that the keeper collects.
     pub(super) fn process_ready(&mut self, index: u64) {
         let Some(run) = self.runs.get(&index) else {
             return;
         };
         let Some(pidfd) = &run.pidfd else { return };
+        if run.adopted {
+            return self.held_by_tracer(index);
+        }
         let ending = match wait_child(Who::PidFd(pidfd.as_fd()), false) {
             Ok(Some(e)) => e,
             Ok(None) => return self.held_by_tracer(index),
@@ -71,14 +79,103 @@ impl Server {
         if run.done() {
             return self.reap(index, reap);
         }
+        let failure = run.failure.take();
+        self.drop_timers(index);
+        if let Some(err) = failure {
+            self.reap(index, reap);
+            return self.launch_failed(index, err);
+        }
+        if self.tree_dies(index, &ending, reap) {
+            return;
+        }
+        self.settle_disk(index, ending, reap);
+    }
+
+    /// Whether the rest of a killed run's tree has still to die. The kernel was told to kill it, and each process
+    /// dies when it is next on a CPU: whoever hears that a run was killed must find nothing of it.
+    fn tree_dies(&mut self, index: u64, ending: &Fallen, reap: bool) -> bool {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return false;
+        };
+        let killed = matches!(run.meta.marked, Some((_, 0))) && !switch::off(switch::RUN_TREE);
+        // What ends with its sandbox is waited for with it.
+        let sandbox = self.sandboxes.get(&run.sandbox);
+        if !killed || sandbox.map_or(true, |s| s.phase != Phase::Running) {
+            return false;
+        }
+        let Some(leaf) = run.leaf.clone() else {
+            return false;
+        };
+        if !leaf.populated().unwrap_or(false) {
+            return false;
+        }
+        run.ending = true;
+        run.dying = Some(Dying {
+            ending: *ending,
+            reap,
+        });
+        if let Some(pidfd) = &run.pidfd {
+            let _ = rustix::event::epoll::delete(&self.epoll, pidfd);
+        }
+        self.at(ending.at_ns + DYING_NS, Timer::Dying(index));
+        self.watch_tree(index, &*leaf);
+        // It may have emptied before it was watched.
+        self.tree_emptied(index);
+        true
+    }
+
+    /// The rest of a killed tree had its time. What only is slow has more, what waits for a device has not.
+    pub(super) fn look_at_tree(&mut self, index: u64) {
+        let Some(run) = self.runs.get(&index) else {
+            return;
+        };
+        let (Some(dying), Some(leaf)) = (&run.dying, &run.leaf) else {
+            return;
+        };
+        let now = util::monotonic_ns();
+        if now < dying.ending.at_ns + DYING_MAX_NS && !leaf.stuck() {
+            self.at(now + LOOK_NS, Timer::Dying(index));
+            return;
+        }
+        self.tree_died(index);
+    }
+
+    /// Nothing of a killed tree is left, or will be for longer than anybody should wait.
+    pub(super) fn tree_died(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        let Some(dying) = run.dying.take() else {
+            return;
+        };
+        run.ending = false;
+        if let Some(events) = run.emptied.take() {
+            self.unwatch(events.as_fd());
+        }
+        self.take_last_output(index);
+        self.settle_disk(index, dying.ending, dying.reap);
+    }
+
+    /// Its process was killed, and has not died yet. Its disk is not looked at: that may be what it waits for.
+    pub(super) fn end_unkillable(&mut self, index: u64, ending: Fallen) {
+        self.take_status(index);
+        self.take_last_output(index);
+        self.drop_timers(index);
+        self.conclude(index, ending, false, Disk::Fine);
+    }
+
+    /// What a run had to be looked at for while it went on.
+    fn drop_timers(&mut self, index: u64) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
         let unsettled = run.unsettled.take().map(|u| u.timer);
         for timer in [run.timer.take(), unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
-        if let Some(err) = run.failure.take() {
-            self.reap(index, reap);
-            return self.launch_failed(index, err);
-        }
+    }
+
+    fn settle_disk(&mut self, index: u64, ending: Fallen, reap: bool) {
         match self.disk_in_question(index, &ending) {
             Some(place) => self.look_at_disk(index, place, ending, reap),
             None => self.conclude(index, ending, reap, Disk::Fine),
@@ -101,7 +198,7 @@ impl Server {
             return;
         };
         run.ending = true;
-        if let Some(pidfd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
+        if let Some(pidfd) = &run.pidfd {
             let _ = rustix::event::epoll::delete(&self.epoll, pidfd);
         }
         self.watch_output(index);
@@ -116,6 +213,10 @@ impl Server {
                 }
                 let sandbox = server.runs.get(&index).map(|run| run.sandbox);
                 let disk = disk.unwrap_or(Disk::Fine);
+                if let (Some(sandbox), Disk::Lost) = (sandbox, disk) {
+                    // The kernel tells it once: nobody would find it again.
+                    server.disk_is_lost(sandbox);
+                }
                 server.conclude(index, ending, reap, disk);
                 if let (Some(sandbox), Disk::Lost) = (sandbox, disk) {
                     server.disk_lost(sandbox);
@@ -127,6 +228,7 @@ impl Server {
     /// Everything that is left to do.
     fn conclude(&mut self, index: u64, ending: Fallen, reap: bool, disk: Disk) {
         self.end_input(index);
+        self.end_terminal(index);
         let gone = self.ended_by_sandbox(index, &ending);
         let Some(run) = self.runs.get_mut(&index) else {
             return;
@@ -163,13 +265,26 @@ impl Server {
         };
         match (ending.signal, run.meta.marked) {
             (None, _) => false,
-            (Some(_), Some(_)) => run.meta.with_sandbox,
-            (Some(signal), None) => signal == libc::SIGKILL && self.sandbox_ending(run.sandbox),
+            (Some(_), Some((_, 0))) => run.meta.with_sandbox,
+            // Of the grace of a stop.
+            (Some(signal), Some((_, last))) if signal == last => run.meta.with_sandbox,
+            (Some(signal), _) => {
+                signal == libc::SIGKILL
+                    && !run.meta.was_sent(signal)
+                    && self.sandbox_ending(run.sandbox)
+            }
         }
     }
 
     /// What is in the pipes by now belongs to the result, what comes later does not.
     fn take_last_output(&mut self, index: u64) {
+        if self
+            .runs
+            .get(&index)
+            .is_some_and(|r| r.terminal.is_some() && !r.done())
+        {
+            return self.take_last_of_terminal(index, LAST_BYTES);
+        }
         // Asked first: what was said on the others before is in their pipes then.
         let told = self.waiting_control(index);
         for s in 0..run::OUTPUTS {
@@ -220,10 +335,7 @@ impl Server {
         let Some(pidfd) = run.pidfd.take() else {
             return;
         };
-        let adopted = run.adopted;
-        if !adopted {
-            self.unwatch(pidfd.as_fd());
-        }
+        self.unwatch(pidfd.as_fd());
         if reap {
             if let Err(e) = wait_child(Who::PidFd(pidfd.as_fd()), true) {
                 warning!("run.reap", error = e);
@@ -243,6 +355,12 @@ impl Server {
             }
             return;
         }
+        self.watch_tree(index, &*leaf);
+        // It may have emptied before it was watched.
+        self.tree_emptied(index);
+    }
+
+    fn watch_tree(&mut self, index: u64, leaf: &dyn Leaf) {
         match leaf.events() {
             Ok(events) => {
                 // Once for each change: the file says so for as long as it is not read, from its opening on.
@@ -253,8 +371,6 @@ impl Server {
                         run.emptied = Some(events);
                     }
                 }
-                // It may have emptied before it was watched.
-                self.tree_emptied(index);
             }
             Err(e) => info!("run.events", error = e),
         }
@@ -268,36 +384,57 @@ impl Server {
         let (Some(leaf), Some(used)) = (run.leaf.clone(), run.spent.take()) else {
             return false;
         };
-        let Some(s) = self.sandboxes.get_mut(&run.sandbox) else {
-            return false;
-        };
         // Measured with 6.18: after one write to cgroup.kill everything that is ever cloned into that group dies of
         // signal 9 (what joins it lives): its count of kills is compared with that of the parent's group. The
         // leaf knows of our own kills, the mark of an earlier runtime's.
         let killed = matches!(run.meta.marked, Some((_, 0)));
+        let sandbox = run.sandbox;
+        let (fence, name) = (run.meta.fence, run.leaf_name().to_owned());
+        let room = self.room_for_leaf(sandbox);
+        let Some(s) = self.sandboxes.get_mut(&sandbox) else {
+            return false;
+        };
         // A memory group of its own is what makes it worth keeping; only then is there a peak.
         let wanted = !killed
-            && run.meta.fence == 0
+            && fence == 0
             && used.memory_peak_bytes > 0
             && s.phase == Phase::Running
-            && s.free_leaves.len() < MAX_FREE_LEAVES;
+            && room;
         if !wanted || !leaf.renew(&used) {
             return false;
         }
-        s.free_leaves.push(FreeLeaf {
-            name: run.leaf_name().to_owned(),
-            leaf,
-            used,
-        });
+        s.free_leaves.push(FreeLeaf { name, leaf, used });
         true
     }
 
-    /// Tries to remove the cgroup of an ended run.
+    /// Whether a sandbox may keep one more cgroup for its next run.
+    fn room_for_leaf(&self, sandbox: u64) -> bool {
+        let own = self
+            .sandboxes
+            .get(&sandbox)
+            .map_or(0, |s| s.free_leaves.len());
+        let crowded = || -> usize {
+            let beyond = |s: &Sandbox| s.free_leaves.len().saturating_sub(MAX_FREE_LEAVES);
+            self.sandboxes.values().map(beyond).sum()
+        };
+        own < MAX_FREE_LEAVES
+            || (own < MAX_CROWD_LEAVES
+                && !switch::off(switch::CGROUP_CROWD)
+                && crowded() < MAX_CROWDS_LEAVES)
+    }
+
+    /// Tries to remove the cgroup of an ended run. That of one whose end waits for it is still to be read.
     pub(super) fn tree_emptied(&mut self, index: u64) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         let Some(leaf) = &run.leaf else { return };
+        if run.dying.is_some() {
+            if !leaf.populated().unwrap_or(false) {
+                self.tree_died(index);
+            }
+            return;
+        }
         if leaf.remove().is_err() {
             return;
         }
@@ -312,6 +449,7 @@ impl Server {
         if let Some(run) = self.runs.get_mut(&index) {
             run.hold = false;
         }
+        self.spool_all(index);
         self.watch_output(index);
     }
 }
@@ -340,18 +478,42 @@ fn disk_of(place: &dyn Place, wrote: bool) -> Result<Disk, LaunchError> {
 }
 
 /// Why it ended. What was noted before a kill counts only if the kill is what ended it.
-pub(super) fn cause(ending: &Fallen, marked: Option<(Cause, i32)>, oom: bool) -> Cause {
-    match (ending.signal, marked) {
-        (Some(_), Some((cause, _))) => cause,
+pub(super) fn cause(ending: &Fallen, meta: &Meta, oom: bool) -> Cause {
+    let asked = meta.marked.map_or(Cause::Killed, |(cause, _)| cause);
+    match (ending.signal, meta.marked) {
+        // The kill of a tree is by SIGKILL; whoever died of something else was faster.
+        (Some(libc::SIGKILL), Some((cause, 0))) => cause,
+        (Some(signal @ (libc::SIGKILL | libc::SIGTERM)), _) if meta.was_sent(signal) => asked,
+        (Some(signal), _) if meta.was_sent(signal) => Cause::Killed,
+        (Some(libc::SIGKILL), _) if oom => Cause::Oom,
+        (Some(_), _) => Cause::Signalled,
+        // It was asked to end, and did so in its own way: SIGTERM was caught.
         (None, Some((cause, signal))) if signal != 0 => cause,
-        (Some(libc::SIGKILL), None) if oom => Cause::Oom,
-        (Some(_), None) => Cause::Signalled,
+        // As a shell tells of what it was sent.
+        (None, None) if ending.code.is_some_and(|code| told_of(code - 128, meta)) => asked,
         (None, _) => Cause::Exited,
     }
 }
 
+/// Whether 128 and a number may be how it tells of a signal: not of one that ends nobody by itself.
+fn told_of(signal: i32, meta: &Meta) -> bool {
+    let harmless = matches!(
+        signal,
+        libc::SIGCHLD
+            | libc::SIGCONT
+            | libc::SIGURG
+            | libc::SIGWINCH
+            | libc::SIGSTOP
+            | libc::SIGTSTP
+            | libc::SIGTTIN
+            | libc::SIGTTOU
+    );
+    !harmless && meta.was_sent(signal)
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::run::signal_bit;
     use super::*;
 
     fn ended(code: Option<i32>, signal: Option<i32>) -> Fallen {
@@ -366,21 +528,62 @@ mod tests {
         }
     }
 
+    fn asked(marked: Option<(Cause, i32)>, signals: &[i32]) -> Meta {
+        Meta {
+            marked,
+            signals: signals.iter().fold(0, |all, one| all | signal_bit(*one)),
+            ..Meta::default()
+        }
+    }
+
     #[test]
     fn causes() {
         let killed = ended(None, Some(libc::SIGKILL));
-        let timeout = Some((Cause::Timeout, 0));
-        assert_eq!(cause(&killed, timeout, false), Cause::Timeout);
-        assert_eq!(cause(&killed, timeout, true), Cause::Timeout);
-        assert_eq!(cause(&killed, None, true), Cause::Oom);
-        assert_eq!(cause(&killed, None, false), Cause::Signalled);
-        assert_eq!(cause(&ended(Some(0), None), timeout, false), Cause::Exited);
-        assert_eq!(cause(&ended(Some(1), None), None, true), Cause::Exited);
-        let term = Some((Cause::Killed, libc::SIGTERM));
-        assert_eq!(cause(&ended(Some(143), None), term, false), Cause::Killed);
+        let timeout = asked(Some((Cause::Timeout, 0)), &[]);
+        let nothing = asked(None, &[]);
+        assert_eq!(cause(&killed, &timeout, false), Cause::Timeout);
+        assert_eq!(cause(&killed, &timeout, true), Cause::Timeout);
+        assert_eq!(cause(&killed, &nothing, true), Cause::Oom);
+        assert_eq!(cause(&killed, &nothing, false), Cause::Signalled);
+        assert_eq!(cause(&ended(Some(0), None), &timeout, false), Cause::Exited);
+        let crashed = ended(None, Some(libc::SIGSEGV));
+        assert_eq!(cause(&crashed, &timeout, false), Cause::Signalled);
+        assert_eq!(cause(&ended(Some(1), None), &nothing, true), Cause::Exited);
+        // As an earlier version noted it, and as it is now.
+        let mark = Some((Cause::Killed, libc::SIGTERM));
+        for term in [asked(mark, &[]), asked(mark, &[libc::SIGTERM])] {
+            assert_eq!(cause(&ended(Some(143), None), &term, false), Cause::Killed);
+            assert_eq!(
+                cause(&ended(None, Some(libc::SIGTERM)), &term, false),
+                Cause::Killed
+            );
+            assert_eq!(cause(&killed, &term, true), Cause::Oom);
+            assert_eq!(
+                cause(&ended(None, Some(libc::SIGSEGV)), &term, false),
+                Cause::Signalled
+            );
+        }
+        // What it lived on with is no cause of anything.
+        let told = asked(None, &[libc::SIGUSR1, libc::SIGWINCH]);
         assert_eq!(
-            cause(&ended(None, Some(libc::SIGTERM)), term, false),
+            cause(&ended(None, Some(libc::SIGUSR1)), &told, false),
             Cause::Killed
         );
+        assert_eq!(cause(&ended(Some(138), None), &told, false), Cause::Killed);
+        assert_eq!(cause(&ended(Some(0), None), &told, false), Cause::Exited);
+        assert_eq!(cause(&ended(Some(9), None), &told, false), Cause::Exited);
+        assert_eq!(cause(&killed, &told, true), Cause::Oom);
+        assert_eq!(cause(&killed, &told, false), Cause::Signalled);
+        // Nor what nobody ends by: its exit code is its own, also if it is 128 and that number.
+        for harmless in [
+            libc::SIGCHLD,
+            libc::SIGCONT,
+            libc::SIGURG,
+            libc::SIGWINCH,
+            libc::SIGSTOP,
+        ] {
+            let own = ended(Some(128 + harmless), None);
+            assert_eq!(cause(&own, &asked(None, &[harmless]), false), Cause::Exited);
+        }
     }
 }

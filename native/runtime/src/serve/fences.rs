@@ -10,7 +10,7 @@ use super::results::since;
 use super::Server;
 use crate::backend::Leaf;
 use crate::fail;
-use crate::proto::{Fence, Id, KillArgs, Nothing, RunArgs, RunStatus, StatusUsage};
+use crate::proto::{Fence, Id, KillArgs, Met, Nothing, RunArgs, RunStatus, StatusUsage};
 
 /// A run's process and where it is.
 struct Target {
@@ -117,6 +117,7 @@ impl Server {
             pid: run.pid.filter(|_| !run.done()),
             usage: StatusUsage::default(),
             limits_hit: Vec::new(),
+            met: Met::default(),
             totals: [0, 1, 2].map(|s: usize| run.streams[s].total),
             input: run.fed_of(run.fed),
             fence: run.meta.fence,
@@ -131,6 +132,7 @@ impl Server {
         } else if let Some(leaf) = &run.leaf {
             let used = leaf.usage().ok();
             status.limits_hit = run.limits_hit(used);
+            status.met = run.met(used);
             status.usage = StatusUsage {
                 user_us: used.map_or(0, since(|u| u.user_us, run.meta.base_user_us)),
                 system_us: used.map_or(0, since(|u| u.system_us, run.meta.base_system_us)),

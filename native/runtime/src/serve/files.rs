@@ -86,6 +86,7 @@ impl Server {
             user: args.user,
             cwd: args.cwd,
             greeting: ByteBuf::from(greeting),
+            diff: args.diff,
         };
         self.launchers.run(move || {
             let launched = place.create_files_leaf(&name).and_then(|leaf| {

@@ -4,7 +4,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::LaunchError;
@@ -13,7 +12,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::pipe::PipeFlags;
 
-use super::run::{self, Feed, Run};
+use super::run::{Feed, Run};
 use super::stream::{HOLE_STEP, PAGE, SPLICE_BYTES};
 use super::{Server, Token};
 use crate::kproto::Put;
@@ -74,8 +73,12 @@ impl Feed {
     }
 
     /// The memory of what was read. What is in the pipe is still these pages, and a hole in part of one zeroes it.
-    fn give_back(&mut self) -> io::Result<()> {
-        let unread = rustix::io::ioctl_fionread(&self.pipe)?;
+    pub(super) fn give_back(&mut self) -> io::Result<()> {
+        let unread = match &self.pipe {
+            Some(pipe) if !self.tty => rustix::io::ioctl_fionread(pipe)?,
+            // A terminal has copies.
+            _ => 0,
+        };
         let read = self.given()?.saturating_sub(unread);
         let end = read - read % PAGE;
         if end >= self.hole_end + HOLE_STEP {
@@ -110,6 +113,10 @@ impl Server {
             self.answer(client, id, Ok(fed));
             return Ok(());
         };
+        if args.eof && run.meta.tty {
+            let text = "a terminal's input has no end: send ^D (byte 4)";
+            return Err(LaunchError::field("eof", text));
+        }
         take_piece(feed, args.offset, &args.d)?;
         fail::pass("run.stdin");
         if args.eof {
@@ -130,6 +137,9 @@ impl Server {
 
     /// Standard input has room, or no reader any more.
     pub(super) fn input_ready(&mut self, index: u64, flags: EventFlags) {
+        if self.runs.get(&index).is_some_and(|run| run.meta.tty) {
+            return self.feed_terminal(index);
+        }
         if flags.contains(EventFlags::ERR) {
             return self.end_input(index);
         }
@@ -140,8 +150,14 @@ impl Server {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
+        if run.meta.tty {
+            return self.feed_terminal(index);
+        }
         let Some(feed) = &mut run.feed else { return };
-        let idle = match splice_between(feed.file.as_fd(), feed.pipe.as_fd(), SPLICE_BYTES) {
+        let Some(pipe) = feed.pipe.clone() else {
+            return;
+        };
+        let idle = match splice_between(feed.file.as_fd(), pipe.as_fd(), SPLICE_BYTES) {
             Ok(0) if run.meta.stdin_open && matches!(feed.ended(), Ok(false)) => true,
             Ok(n) if n > 0 => false,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => false,
@@ -162,7 +178,7 @@ impl Server {
                 EventFlags::OUT
             };
             let token = Token::Input(index).pack();
-            if let Err(e) = epoll::modify(&self.epoll, &feed.pipe, token, want) {
+            if let Err(e) = epoll::modify(&self.epoll, &pipe, token, want) {
                 warning!("input.watch", error = e);
             }
         }
@@ -174,13 +190,20 @@ impl Server {
         let Some(feed) = self.runs.get_mut(&index).and_then(|r| r.feed.as_mut()) else {
             return Ok(());
         };
+        if feed.tty {
+            self.feed_terminal(index);
+            return Ok(());
+        }
+        let Some(pipe) = &feed.pipe else {
+            return Ok(());
+        };
         feed.watched = true;
         feed.idle = false;
         let token = Token::Input(index).pack();
-        Ok(epoll::add(&self.epoll, &feed.pipe, token, EventFlags::OUT)?)
+        Ok(epoll::add(&self.epoll, pipe, token, EventFlags::OUT)?)
     }
 
-    fn answer_senders(&mut self, index: u64) {
+    pub(super) fn answer_senders(&mut self, index: u64) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
@@ -200,12 +223,12 @@ impl Server {
             return;
         };
         let Some(feed) = run.feed.take() else { return };
-        run.kept_others = run.kept_others.saturating_sub(2);
+        run.kept_others = run.kept_others.saturating_sub(feed.kept().len() as u64);
         let key = run.key();
-        self.unwatch(feed.pipe.as_fd());
+        self.leave_input(&feed);
         let put = Put {
             key,
-            close: vec![run::STDIN_PIPE.to_owned(), run::STDIN_FILE.to_owned()],
+            close: feed.kept().iter().map(|&name| name.into()).collect(),
             ..Put::default()
         };
         if let Err(e) = self.link.put(put, &[]) {
@@ -216,10 +239,19 @@ impl Server {
 }
 
 impl Server {
+    fn leave_input(&mut self, feed: &Feed) {
+        if let Some(pipe) = &feed.pipe {
+            self.unwatch(pipe.as_fd());
+        }
+        if let Some((timer, _)) = feed.retry {
+            self.timers.remove(&timer);
+        }
+    }
+
     /// A run is not there any more.
     pub(super) fn input_over(&mut self, run: &mut Run) {
         if let Some(feed) = run.feed.take() {
-            self.unwatch(feed.pipe.as_fd());
+            self.leave_input(&feed);
         }
         let fed = run.fed_of(run.fed);
         for sender in std::mem::take(&mut run.senders) {
@@ -275,15 +307,21 @@ pub(super) fn make_stdin(data: &[u8], open: bool) -> io::Result<(OwnedFd, Option
         write_all(&write, data)?;
         return Ok((read, None));
     }
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create("stdin", flags)?;
-    write_all(&file, data)?;
+    let file = input_file(data)?;
     if !open {
         let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW;
         rustix::fs::fcntl_add_seals(&file, seals)?;
     }
+    Ok((read, Some(Feed::new(write, file))))
+}
+
+/// Holds the input that is still to be given; what there is of it so far.
+pub(super) fn input_file(data: &[u8]) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("stdin", flags)?;
+    write_all(&file, data)?;
     rustix::fs::seek(&file, rustix::fs::SeekFrom::Start(0))?;
-    Ok((read, Some(Feed::new(Arc::new(write), Arc::new(file)))))
+    Ok(file)
 }
 
 fn write_all(fd: &OwnedFd, mut data: &[u8]) -> io::Result<()> {

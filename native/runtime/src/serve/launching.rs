@@ -33,6 +33,8 @@ pub(super) struct Stdio(pub Vec<OwnedFd>);
 pub(super) struct Pipes {
     pub out: Vec<Arc<OwnedFd>>,
     pub feed: Option<Feed>,
+    /// Of a terminal's output: where it is put.
+    pub relay: Option<Arc<OwnedFd>>,
 }
 
 /// The cgroup of a run to be.
@@ -54,6 +56,7 @@ impl TakenLeaf {
 pub(super) struct Copies {
     out: Vec<Arc<OwnedFd>>,
     feed: Option<Feed>,
+    pub relay: Option<Arc<OwnedFd>>,
 }
 
 impl Copies {
@@ -61,6 +64,7 @@ impl Copies {
         Self {
             out: pipes.out.clone(),
             feed: pipes.feed.clone(),
+            relay: pipes.relay.clone(),
         }
     }
 }
@@ -88,6 +92,90 @@ impl Launched {
     }
 }
 
+/// What was cloned, and waits for its gate to open.
+pub(super) struct Cloned {
+    pub process: Process,
+    gate: OwnedFd,
+    pub leaf: Arc<dyn Leaf>,
+    meta: Meta,
+}
+
+impl Cloned {
+    /// Tells the keeper. Our copy of the gate goes with the end of this: a keeper that cannot take the run leaves
+    /// it shut.
+    pub fn keep(
+        self,
+        link: &Link,
+        key: String,
+        copies: &Copies,
+        master: Option<BorrowedFd<'_>>,
+    ) -> Result<Launched, Box<Failed>> {
+        match self.put(link, key, copies, master) {
+            Ok(()) => Ok(Launched {
+                process: self.process,
+                leaf: self.leaf,
+                meta: self.meta,
+                watched: false,
+            }),
+            Err(error) => Err(Box::new(Failed {
+                cloned: self,
+                error,
+            })),
+        }
+    }
+
+    fn put(
+        &self,
+        link: &Link,
+        key: String,
+        copies: &Copies,
+        master: Option<BorrowedFd<'_>>,
+    ) -> Result<(), LaunchError> {
+        fail::at("run.cloned")?;
+        let mut kept = vec![
+            (run::STATUS, self.process.status.as_fd()),
+            (run::PIDFD, self.process.pidfd.as_fd()),
+        ];
+        let pipes = copies.out.iter().map(|pipe| pipe.as_fd());
+        kept.extend(run::PIPES.into_iter().zip(pipes));
+        if let Some(feed) = &copies.feed {
+            let pipe = feed.pipe.iter().map(|pipe| (run::STDIN_PIPE, pipe.as_fd()));
+            kept.extend(pipe.chain([(run::STDIN_FILE, feed.file.as_fd())]));
+        }
+        kept.extend(master.map(|master| (run::MASTER, master)));
+        let relay = copies.relay.iter();
+        kept.extend(relay.map(|relay| (run::RELAY, relay.as_fd())));
+        kept.push((run::GATE, self.gate.as_fd()));
+        let (add, fds): (Vec<_>, Vec<_>) = kept.into_iter().unzip();
+        let put = Put {
+            key,
+            meta: Some(run::encode(&self.meta)),
+            pid: Some(self.process.pid),
+            add: add.into_iter().map(str::to_owned).collect(),
+            close: Vec::new(),
+        };
+        link.put(put, &fds).step("run.put_pid")?;
+        fail::at("run.put_pid")
+    }
+
+    /// Ends and collects a process that was started but could not be noted. Waits for it.
+    pub fn undo(self) {
+        let (leaf, pidfd) = (self.leaf, self.process.pidfd);
+        let _ = leaf.kill();
+        let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
+        let mut poll = [PollFd::new(&pidfd, PollFlags::IN)];
+        let _ = rustix::event::poll(&mut poll, Some(&UNDO_WAIT));
+        let _ = wait_child(Who::PidFd(pidfd.as_fd()), true);
+        let _ = leaf.remove();
+    }
+}
+
+/// It could not be noted.
+pub(super) struct Failed {
+    pub cloned: Cloned,
+    pub error: LaunchError,
+}
+
 /// All that a worker needs.
 pub(super) struct Launch<'a> {
     pub plan: &'a RunPlan,
@@ -105,7 +193,19 @@ impl Launch<'_> {
     /// at once. The program begins when the keeper has it, by the keeper's hand: so a run that the keeper
     /// knows has begun, one that it does not know has not, and what is between dies with the runtime.
     /// The mark is for the day when the keeper is gone too.
-    pub fn carry_out(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Launched, LaunchError> {
+    pub fn carry_out(&self, leaf: TakenLeaf, meta: Meta) -> Result<Launched, LaunchError> {
+        let cloned = self.clone_it(leaf, meta)?;
+        let key = run::key(&self.plan.sandbox, &self.plan.run);
+        cloned
+            .keep(self.link, key, self.copies, None)
+            .map_err(|failed| {
+                failed.cloned.undo();
+                failed.error
+            })
+    }
+
+    /// Up to its gate.
+    pub fn clone_it(&self, leaf: TakenLeaf, mut meta: Meta) -> Result<Cloned, LaunchError> {
         self.records
             .marks
             .mark(&self.plan.sandbox, &self.plan.run, leaf.name(), self.keeper)
@@ -145,54 +245,11 @@ impl Launch<'_> {
         } = entered;
         // Nothing of the program has happened yet, and entering a full sandbox counts as a refusal.
         meta.base_pids = leaf.pids_max_events();
-        let process = Process { pid, pidfd, status };
-        match self.keep(&meta, &process, gate) {
-            Ok(()) => Ok(Launched {
-                process,
-                leaf,
-                meta,
-                watched: false,
-            }),
-            Err(err) => {
-                undo(&*leaf, &process);
-                Err(err)
-            }
-        }
+        Ok(Cloned {
+            process: Process { pid, pidfd, status },
+            gate,
+            leaf,
+            meta,
+        })
     }
-
-    /// Our copy of the gate goes with the end of this: a keeper that cannot take the run leaves it shut.
-    fn keep(&self, meta: &Meta, process: &Process, gate: OwnedFd) -> Result<(), LaunchError> {
-        fail::at("run.cloned")?;
-        let mut fds = vec![process.status.as_fd(), process.pidfd.as_fd()];
-        let mut add: Vec<String> = [run::STATUS, run::PIDFD].map(str::to_owned).into();
-        for (name, pipe) in run::PIPES.iter().zip(&self.copies.out) {
-            add.push((*name).to_owned());
-            fds.push(pipe.as_fd());
-        }
-        if let Some(feed) = &self.copies.feed {
-            add.extend([run::STDIN_PIPE, run::STDIN_FILE].map(str::to_owned));
-            fds.extend([feed.pipe.as_fd(), feed.file.as_fd()]);
-        }
-        add.push(run::GATE.to_owned());
-        fds.push(gate.as_fd());
-        let put = Put {
-            key: run::key(&self.plan.sandbox, &self.plan.run),
-            meta: Some(run::encode(meta)),
-            pid: Some(process.pid),
-            add,
-            close: Vec::new(),
-        };
-        self.link.put(put, &fds).step("run.put_pid")?;
-        fail::at("run.put_pid")
-    }
-}
-
-/// Ends and collects a process that was started but could not be noted.
-fn undo(leaf: &dyn Leaf, process: &Process) {
-    let _ = leaf.kill();
-    let _ = rustix::process::pidfd_send_signal(&process.pidfd, rustix::process::Signal::KILL);
-    let mut poll = [PollFd::new(&process.pidfd, PollFlags::IN)];
-    let _ = rustix::event::poll(&mut poll, Some(&UNDO_WAIT));
-    let _ = wait_child(Who::PidFd(process.pidfd.as_fd()), true);
-    let _ = leaf.remove();
 }

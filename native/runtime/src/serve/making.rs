@@ -1,6 +1,7 @@
 //! Making a sandbox, in a worker thread: what may block, and its undoing.
 
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use dsec_launch::plan::{Code, Step};
 use dsec_launch::{LaunchError, SandboxPlan};
@@ -9,11 +10,14 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
 use super::link::Link;
-use super::sandbox::{init_key, RELEASE_DEADLINE};
+use super::sandbox::init_key;
 use crate::backend::{Backend, Made};
 use crate::kproto::Put;
 use crate::record::{Record, Records, Stage};
 use crate::{fail, util, warning};
+
+/// For the removal of what was made, in the thread that made it.
+const UNDO_DEADLINE: Duration = Duration::from_secs(20);
 
 /// Makes a sandbox, with everything undone on failure.
 pub(super) fn create_in_worker(
@@ -82,7 +86,7 @@ fn undo(made: &Made) {
     };
     let _ = rustix::event::poll(&mut poll, Some(&wait));
     let _ = wait_child(Who::PidFd(made.init_pidfd.as_fd()), true);
-    if let Err(e) = made.place.release(None, RELEASE_DEADLINE) {
+    if let Err(e) = made.place.release(None, UNDO_DEADLINE) {
         warning!("sandbox.undo", error = e);
     }
 }

@@ -6,10 +6,12 @@ mod ending;
 mod fences;
 mod files;
 mod input;
+mod kept;
 mod killing;
 mod launching;
 mod link;
 mod making;
+mod moving;
 mod ops;
 mod pool;
 mod recover;
@@ -17,12 +19,18 @@ mod results;
 mod room;
 mod run;
 mod sandbox;
+mod spool;
 mod start;
+mod stopping;
 mod stream;
+mod stuck;
+mod terminals;
+mod typing;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use dsec_sys::io::inherited_fd;
@@ -50,6 +58,9 @@ const LAUNCHERS: usize = 2;
 /// Threads that look at processes: one that is stuck in the kernel with its memory locked holds up who reads its
 /// arguments, and nobody else.
 const INSPECTORS: usize = 2;
+/// Threads that move output to the disk and back. A disk that answers nobody stops them, and those whose output waits
+/// for it.
+const SPOOLERS: usize = 2;
 /// Events taken at once.
 const EVENTS: usize = 256;
 /// After a failed accept (descriptors ran out) the listening socket rests this long.
@@ -80,6 +91,10 @@ enum Token {
     HelperStatus(u64),
     /// The last process in a file helper's cgroup is gone.
     HelperEmptied(u64),
+    /// In the cgroup of a killed sandbox something has changed.
+    Lingering(u64),
+    /// The process of a run that was over before it had died.
+    Late(u64),
 }
 
 impl Token {
@@ -100,6 +115,8 @@ impl Token {
             Self::Helper(i) => (11, i),
             Self::HelperStatus(i) => (12, i),
             Self::HelperEmptied(i) => (13, i),
+            Self::Lingering(i) => (15, i),
+            Self::Late(i) => (16, i),
         };
         EventData::new_u64(kind << 56 | index)
     }
@@ -123,6 +140,8 @@ impl Token {
             12 => Self::HelperStatus(index),
             13 => Self::HelperEmptied(index),
             14 => Self::Output(index, run::CONTROL),
+            15 => Self::Lingering(index),
+            16 => Self::Late(index),
             _ => return None,
         })
     }
@@ -144,12 +163,22 @@ enum Timer {
     Accept,
     /// A run's process that is traced.
     Traced(u64),
+    /// A terminal had its time to be opened.
+    Opening(u64),
+    /// The input of a terminal that took no more is tried again.
+    Input(u64),
     /// The disk below the sandboxes is to be looked at.
     Disks,
     /// A file helper had its time to get ready.
     Helper(u64),
+    /// The tree of a run that was killed had its time to die.
+    Dying(u64),
     /// The output of what a run left behind is to be drained again.
     Rested(u64, usize),
+    /// The process of a run that was killed had its time to die.
+    Unkillable(u64),
+    /// Who waits for the end of a sandbox in which something does not die has waited long enough.
+    Lingering(u64),
 }
 
 struct Server {
@@ -162,6 +191,9 @@ struct Server {
     workers: Pool,
     launchers: Pool,
     inspectors: Pool,
+    spoolers: Pool,
+    /// Where output on the disk is.
+    spool_dir: Arc<PathBuf>,
     instance: String,
     nofile: u64,
     binary_sha256: Option<String>,
@@ -170,6 +202,8 @@ struct Server {
     /// Clients for whom something was queued in this turn.
     unsent: Vec<u64>,
     read_buffer: Vec<u8>,
+    /// Of large frames that were sent: a new one's memory would have to be got from the kernel, page by page.
+    spare_frames: Vec<Vec<u8>>,
     sandboxes: HashMap<u64, Sandbox>,
     sandbox_ids: HashMap<String, u64>,
     /// Ended sandboxes still known, oldest first.
@@ -182,6 +216,8 @@ struct Server {
     descriptors: u64,
     /// Launched once, lost with the keeper.
     unknown: HashSet<(String, String)>,
+    /// Processes of runs that were over before they had died.
+    late: HashMap<u64, OwnedFd>,
     timers: BTreeMap<(u64, u64), Timer>,
     /// Requests that are answered with `deadline` if their job takes too long.
     deadlines: HashMap<u64, (u64, u64)>,
@@ -221,6 +257,8 @@ pub fn run(options: Options) -> io::Result<()> {
         workers: Pool::new("work", WORKERS, &results)?,
         launchers: Pool::new("launch", LAUNCHERS, &results)?,
         inspectors: Pool::new("inspect", INSPECTORS, &results)?,
+        spoolers: Pool::new("spool", SPOOLERS, &results)?,
+        spool_dir: Arc::new(spool::directory(&options.state_dir)),
         results,
         instance: inventory.instance.clone(),
         nofile: nofile.min(inventory.nofile),
@@ -229,6 +267,7 @@ pub fn run(options: Options) -> io::Result<()> {
         clients: HashMap::new(),
         unsent: Vec::new(),
         read_buffer: Vec::new(),
+        spare_frames: Vec::new(),
         sandboxes: HashMap::new(),
         sandbox_ids: HashMap::new(),
         ended: std::collections::VecDeque::new(),
@@ -238,10 +277,14 @@ pub fn run(options: Options) -> io::Result<()> {
         helpers: HashMap::new(),
         descriptors: 0,
         unknown: HashSet::new(),
+        late: HashMap::new(),
         timers: BTreeMap::new(),
         deadlines: HashMap::new(),
         leave: None,
     };
+    if let Err(e) = spool::sweep(&server.spool_dir) {
+        info!("output.sweep", error = e);
+    }
     server.recover(inventory.items)?;
     server.watch(server.link.fd(), Token::Keeper, EventFlags::IN)?;
     server.watch(server.results.fd(), Token::Finished, EventFlags::IN)?;
@@ -313,6 +356,8 @@ impl Server {
             Token::Helper(i) => self.helper_ended(i),
             Token::HelperStatus(i) => self.helper_status(i),
             Token::HelperEmptied(i) => self.helper_emptied(i),
+            Token::Lingering(i) => self.sandbox_emptied(i),
+            Token::Late(i) => self.late_death(i),
         }
         Ok(true)
     }
@@ -377,10 +422,15 @@ impl Server {
                 Timer::Grace(i) => self.grace_over(i),
                 Timer::Hold(i) => self.hold_over(i),
                 Timer::Deadline(job) => self.deadline_passed(job),
+                Timer::Dying(i) => self.look_at_tree(i),
                 Timer::Traced(i) => self.look_at_traced(i),
+                Timer::Opening(i) => self.opening_late(i),
+                Timer::Input(i) => self.feed_again(i),
                 Timer::Disks => self.look_at_disks(),
                 Timer::Helper(i) => self.helper_late(i),
                 Timer::Rested(i, s) => self.rested(i, s),
+                Timer::Unkillable(i) => self.look_at_killed(i),
+                Timer::Lingering(i) => self.stop_took_long(i),
                 Timer::Accept => {
                     let _ = self.watch(self.listen.as_fd(), Token::Listen, EventFlags::IN);
                 }
@@ -411,6 +461,8 @@ mod tests {
             Token::Helper(4),
             Token::HelperStatus(6),
             Token::HelperEmptied(8),
+            Token::Lingering(10),
+            Token::Late(11),
         ] {
             assert_eq!(Token::unpack(token.pack()), Some(token));
         }

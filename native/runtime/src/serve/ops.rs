@@ -14,8 +14,8 @@ use super::{Server, Timer};
 use crate::backend::Backend;
 use crate::kproto::ToKeeper;
 use crate::proto::{
-    self, AckArgs, CreateArgs, FilesArgs, Follow, HelloArgs, Id, IdArgs, Kept, KillArgs, LayerArgs,
-    Nothing, ProcessList, ReadArgs, RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
+    self, AckArgs, CreateArgs, FilesArgs, Follow, HelloArgs, Id, IdArgs, KillArgs, LayerArgs,
+    Nothing, ProcessList, RunArgs, SandboxArgs, ShutdownArgs, StopArgs, PROTOCOL,
 };
 use crate::util;
 
@@ -107,11 +107,14 @@ impl Server {
                 self.answer(client, id, Ok(list));
             }
             "run.read" => {
-                let kept = self.read_request(&proto::args(body)?)?;
-                self.answer(client, id, Ok(kept));
+                self.read_request(client, id, &proto::args(body)?)?;
             }
             "run.stdin" => {
                 self.stdin_request(client, id, proto::args(body)?)?;
+            }
+            "run.resize" => {
+                self.resize_request(&proto::args(body)?)?;
+                self.answer(client, id, Ok(Nothing {}));
             }
             "files" => {
                 let args: FilesArgs = proto::args(body)?;
@@ -280,20 +283,6 @@ impl Server {
             run: args.run.clone(),
         })?;
         self.run_kill(index, args.signal, args.cause)
-    }
-
-    fn read_request(&mut self, args: &ReadArgs) -> Result<Kept, LaunchError> {
-        let index = self.run_index(&RunArgs {
-            sandbox: args.sandbox.clone(),
-            run: args.run.clone(),
-        })?;
-        let outputs = self.runs.get(&index).map_or(0, |r| r.meta.outputs());
-        let s = usize::from(args.s).checked_sub(1).filter(|s| *s < outputs);
-        let s = s.ok_or_else(|| LaunchError::field("s", "no such output of this run"))?;
-        // Nobody may have looked into its pipes yet.
-        self.settle(index);
-        let run = self.runs.get(&index).ok_or_else(super::results::gone)?;
-        Ok(run.read_kept(s, args.offset, args.max.min(proto::MAX_READ)))
     }
 
     fn forget_request(&mut self, args: &RunArgs) -> Result<(), LaunchError> {

@@ -12,6 +12,9 @@ use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use super::link::Held;
 use super::run::{self, Feed, Meta, Run, Stream};
 use super::sandbox::{init_key, Parent, Phase, Sandbox};
+use super::spool::OnDisk;
+use super::stopping::INIT_DIED;
+use super::terminals::Terminal;
 use super::{Server, Timer, Token};
 use crate::record::{Record, Stage};
 use crate::{info, util, warning};
@@ -81,6 +84,9 @@ impl Server {
                 }
             }
             Stage::Ended => {
+                if let Some(held) = held {
+                    let _ = self.link.del(&init_key(&record.id), held.fds.len() as u64);
+                }
                 let ended_ns = record.ended_ns;
                 let sandbox = Sandbox::new(record, Phase::Ended, Parent::Stranger);
                 let index = self.add_sandbox(sandbox);
@@ -126,9 +132,9 @@ impl Server {
             return;
         };
         if let Some(e) = ending {
-            s.record.exit = None;
-            let id = s.record.id.clone();
             // Noted now, acted upon when the runs are known too.
+            s.knows(e.code, e.signal);
+            let id = s.record.id.clone();
             info!("recover.init_ended", id = id, code = e.code.unwrap_or(-1));
         }
         if s.parent == Parent::Stranger && !s.init_ended {
@@ -168,29 +174,39 @@ impl Server {
         let leaf = place.filter(|_| !empty).and_then(|p| p.find_leaf(name));
         let mut stream = |s: usize| -> Stream {
             let pipe = held.fds.remove(run::PIPES[s]).map(Arc::new);
-            let segment = held.fds.remove(run::SEGMENTS[s]);
+            let segment = held.fds.remove(run::SEGMENTS[s]).map(Arc::new);
+            let file = held.fds.remove(run::SPOOLS[s]).map(Arc::new);
+            let disk = meta.on_disk.then(|| OnDisk {
+                kept_file: file.is_some(),
+                file,
+                ..OnDisk::default()
+            });
             let mut stream = Stream {
+                disk,
                 kept_pipe: pipe.is_some(),
                 kept_segment: segment.is_some(),
                 pipe,
                 segment,
                 ..Stream::default()
             };
-            if let Err(e) = stream.recovered(meta.head_bytes) {
+            if let Err(e) = stream.recovered(&meta, s) {
                 warning!("recover.segment", key = key, error = e);
-            }
-            if let Some(outcome) = &meta.outcome {
-                stream.total = outcome.total(s);
             }
             stream
         };
         let streams = std::array::from_fn(&mut stream);
         let kept_others = held.fds.len() as u64;
-        let feed = held
+        let terminal = held
             .fds
-            .remove(run::STDIN_PIPE)
-            .zip(held.fds.remove(run::STDIN_FILE))
-            .map(|(pipe, file)| Feed::new(Arc::new(pipe), Arc::new(file)));
+            .remove(run::MASTER)
+            .zip(held.fds.remove(run::RELAY))
+            .map(|(master, relay)| Terminal::new(master, Arc::new(relay)));
+        let pipe = held.fds.remove(run::STDIN_PIPE);
+        let file = held.fds.remove(run::STDIN_FILE);
+        let feed = match &terminal {
+            Some(terminal) => file.and_then(|file| terminal.feed(file).ok()),
+            None => pipe.zip(file).map(|(pipe, file)| Feed::new(pipe, file)),
+        };
         let fed = feed.as_ref().and_then(|f| rustix::fs::fstat(&f.file).ok());
         let fed = fed.map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         let status = held.fds.remove(run::STATUS);
@@ -208,6 +224,8 @@ impl Server {
             status,
             streams,
             barriers: VecDeque::new(),
+            opening: None,
+            terminal,
             feed,
             fed,
             senders: Vec::new(),
@@ -218,7 +236,9 @@ impl Server {
             unsettled: None,
             hold: meta.streamed && meta.outcome.is_none(),
             emptied: None,
+            dying: None,
             held: 0,
+            killed_ns: None,
             failure: None,
             kept_others,
             counted: 0,
@@ -253,6 +273,7 @@ impl Server {
         if let Err(e) = self.watch_run(index, true) {
             warning!("recover.watch", error = e);
         }
+        self.spool_all(index);
         if done {
             self.tree_emptied(index);
             return self.forget_if_over(index);
@@ -373,15 +394,22 @@ impl Server {
         }
     }
 
+    /// What was being ended goes on ending; what ended meanwhile is released.
     fn end_what_died(&mut self) {
-        let dead: Vec<u64> = self
+        let running = self
             .sandboxes
             .iter()
-            .filter(|(_, s)| s.phase == Phase::Running && s.init_ended)
-            .map(|(i, _)| *i)
+            .filter(|(_, s)| s.phase == Phase::Running);
+        let over = running.filter(|(_, s)| s.init_ended || s.record.ending.is_some());
+        let over: Vec<(u64, bool, bool)> = over
+            .map(|(i, s)| (*i, s.record.ending.is_some(), s.parent == Parent::Keeper))
             .collect();
-        for index in dead {
-            self.begin_stop(index, "lost", 0);
+        for (index, ending, seen) in over {
+            if ending {
+                self.end_sandbox(index);
+            } else {
+                self.begin_stop(index, if seen { INIT_DIED } else { "lost" }, 0);
+            }
         }
     }
 }

@@ -7,10 +7,11 @@ use dsec_launch::plan::Code;
 use dsec_launch::LaunchError;
 
 use super::ending::cause;
+use super::moving::SPOOL;
 use super::run::{self, Outcome, Reader, Run};
 use super::Server;
 use crate::kproto::{Fallen, Put};
-use crate::proto::{Nothing, ResultUsage, RunResult};
+use crate::proto::{Met, Nothing, ResultUsage, RunResult, StreamResult};
 use crate::warning;
 
 /// Results of one sandbox that are kept after they were delivered.
@@ -47,6 +48,10 @@ impl Server {
                 close.push(run::SEGMENTS[s].to_owned());
             }
         }
+        if run.meta.tty {
+            close.extend([run::MASTER, run::RELAY].map(str::to_owned));
+            run.kept_others = run.kept_others.saturating_sub(2);
+        }
         close.push(run::STATUS.to_owned());
         close.push(run::PIDFD.to_owned());
         run.kept_others = run.kept_others.saturating_sub(2);
@@ -62,7 +67,12 @@ impl Server {
     }
 
     /// A follower gets the result.
-    pub(super) fn deliver(&mut self, index: u64, position: usize) {
+    pub(super) fn deliver(
+        &mut self,
+        index: u64,
+        position: usize,
+        streams: [StreamResult; run::CONTROL],
+    ) {
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
@@ -70,7 +80,7 @@ impl Server {
         run.delivered = true;
         let result = match &run.meta.outcome {
             Some(outcome) if outcome.gone => Err(gone()),
-            _ => run.result().ok_or_else(|| {
+            _ => run.result(streams).ok_or_else(|| {
                 LaunchError::new(Code::Internal, "a run that has not ended has no result")
             }),
         };
@@ -126,14 +136,17 @@ impl Server {
             if let Some(s) = self.sandboxes.get_mut(&run.sandbox) {
                 s.runs.remove(&name.1);
             }
-            let over = run.over();
-            if run.readers.is_empty() {
-                for stream in &mut run.streams {
-                    stream.segment = None;
-                }
-            }
+            let (over, close) = (run.over(), run.let_output_go());
             if !over {
-                self.keep_meta(index);
+                let put = Put {
+                    key: run.key(),
+                    meta: Some(run.encoded()),
+                    close,
+                    ..Put::default()
+                };
+                if let Err(e) = self.link.put(put, &[]) {
+                    warning!("keeper.put", error = e);
+                }
             }
         }
         self.forget_if_over(index);
@@ -178,16 +191,19 @@ impl Server {
         for timer in [run.timer, unsettled].into_iter().flatten() {
             self.timers.remove(&timer);
         }
-        for stream in &run.streams {
-            if let Some(pipe) = stream.pipe.as_ref().filter(|_| stream.watched) {
-                self.unwatch(pipe.as_fd());
+        for s in 0..run::OUTPUTS {
+            if let Some(source) = run.source(s).filter(|_| run.streams[s].watched) {
+                self.unwatch(source.as_fd());
             }
+        }
+        if let Some(opening) = run.opening.take() {
+            self.give_up(index, opening, None);
         }
         let others = [&run.status, &run.emptied];
         for fd in others.into_iter().flatten() {
             self.unwatch(fd.as_fd());
         }
-        if let Some(fd) = run.pidfd.as_ref().filter(|_| !run.adopted) {
+        if let Some(fd) = &run.pidfd {
             self.unwatch(fd.as_fd());
         }
         if let Err(e) = self.link.del(&key, run.kept()) {
@@ -246,7 +262,7 @@ impl Run {
         Outcome {
             exit_code: ending.code,
             signal: ending.signal,
-            cause: cause(ending, self.meta.marked, ooms > 0),
+            cause: cause(ending, &self.meta, ooms > 0),
             limits_hit,
             duration_ns: ending.at_ns.saturating_sub(self.meta.started_mono_ns),
             usage,
@@ -260,21 +276,53 @@ impl Run {
         }
     }
 
+    pub(super) fn met(&self, used: Option<RunUsage>) -> Met {
+        Met {
+            memory: used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom)),
+            pids: used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids)),
+        }
+    }
+
     pub(super) fn limits_hit(&self, used: Option<RunUsage>) -> Vec<String> {
-        let ooms = used.map_or(0, since(|u| u.oom_kills, self.meta.base_oom));
-        let pids = used.map_or(0, since(|u| u.pids_max_events, self.meta.base_pids));
+        let met = self.met(used);
         let mut limits_hit = Vec::new();
-        if ooms > 0 {
+        if met.memory > 0 {
             limits_hit.push("memory".to_owned());
         }
-        if pids > 0 {
+        if met.pids > 0 {
             limits_hit.push("pids".to_owned());
         }
         let kept = self.meta.head_bytes + self.meta.tail_bytes;
         if self.streams[..run::CONTROL].iter().any(|s| s.total > kept) {
             limits_hit.push("output".to_owned());
         }
+        if self.short() {
+            limits_hit.push(SPOOL.to_owned());
+        }
         limits_hit
+    }
+
+    /// Not all of its output was kept that should have been.
+    fn short(&self) -> bool {
+        self.streams[..run::CONTROL].iter().any(run::Stream::short)
+    }
+
+    /// Of a forgotten run nobody reads any more: what the keeper is to close, if the run stays.
+    fn let_output_go(&mut self) -> Vec<String> {
+        let mut close = Vec::new();
+        if !self.readers.is_empty() || self.over() {
+            return close;
+        }
+        for (s, stream) in self.streams.iter_mut().enumerate() {
+            stream.segment = None;
+            if std::mem::take(&mut stream.kept_segment) {
+                close.push(run::SEGMENTS[s].to_owned());
+            }
+            if stream.disk.take().is_some_and(|disk| disk.kept_file) {
+                close.push(run::SPOOLS[s].to_owned());
+            }
+        }
+        close
     }
 
     /// Small output moves into the outcome, which saves a descriptor here and in the keeper.
@@ -296,17 +344,22 @@ impl Run {
         }
     }
 
-    fn result(&self) -> Option<RunResult> {
+    fn result(&self, streams: [StreamResult; run::CONTROL]) -> Option<RunResult> {
         let outcome = self.meta.outcome.as_ref()?;
+        let mut limits_hit = outcome.limits_hit.clone();
+        // It may have been seen since.
+        if self.short() && !limits_hit.iter().any(|limit| limit == SPOOL) {
+            limits_hit.push(SPOOL.to_owned());
+        }
         Some(RunResult {
             run: self.id.clone(),
             exit_code: outcome.exit_code,
             signal: outcome.signal,
             cause: outcome.cause,
-            limits_hit: outcome.limits_hit.clone(),
+            limits_hit,
             started_ns: self.meta.started_ns,
             duration_ns: outcome.duration_ns,
-            streams: [self.stream_result(0), self.stream_result(1)],
+            streams,
             usage: outcome.usage,
             leftover: outcome.leftover,
         })

@@ -3,7 +3,7 @@
 use dsec_launch::plan::Code;
 use dsec_launch::LaunchError;
 
-use super::run::Run;
+use super::run::{self, Run};
 use super::Server;
 
 /// Runs of one sandbox, ended ones that are kept included.
@@ -12,6 +12,8 @@ const MAX_RUNS: usize = 4096;
 const FDS_PER_RUN: u64 = 8;
 /// And of one with a third output.
 const FDS_OF_CONTROL: u64 = 2;
+/// And for each output that is on the disk.
+const FDS_OF_SPOOL: u64 = 1;
 /// Descriptors kept free for clients, cgroup files and the like.
 const FD_RESERVE: u64 = 512;
 /// File helpers of one sandbox.
@@ -25,15 +27,19 @@ const SHARE: u64 = 2;
 impl Run {
     fn descriptors(&self) -> u64 {
         if !self.done() || self.streams.iter().any(|s| s.pipe.is_some()) {
-            return fds_of(self.meta.control);
+            return fds_of(self.meta.control, self.meta.on_disk);
         }
         let segments = self.streams.iter().filter(|s| s.segment.is_some()).count() as u64;
-        segments + u64::from(self.emptied.is_some())
+        let disks = self.streams.iter().filter_map(|s| s.disk.as_ref());
+        let files = disks.filter(|disk| disk.file.is_some()).count() as u64;
+        segments + files + u64::from(self.emptied.is_some())
     }
 }
 
-fn fds_of(control: bool) -> u64 {
-    FDS_PER_RUN + if control { FDS_OF_CONTROL } else { 0 }
+pub(super) fn fds_of(control: bool, on_disk: bool) -> u64 {
+    let outputs = run::CONTROL as u64 + u64::from(control);
+    let spools = if on_disk { outputs * FDS_OF_SPOOL } else { 0 };
+    FDS_PER_RUN + if control { FDS_OF_CONTROL } else { 0 } + spools
 }
 
 impl Server {
@@ -61,8 +67,7 @@ impl Server {
     }
 
     /// Whether one more run may be started.
-    pub(super) fn check_room(&mut self, sandbox: u64, control: bool) -> Result<(), LaunchError> {
-        let needed = fds_of(control);
+    pub(super) fn check_room(&mut self, sandbox: u64, needed: u64) -> Result<(), LaunchError> {
         self.drop_old_results(sandbox);
         let (runs, own) = self
             .sandboxes

@@ -11,7 +11,11 @@ use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 use super::input::Sender;
+use super::kept::Piece;
+use super::spool::OnDisk;
+use super::terminals::{Opening, Terminal};
 use crate::backend::Leaf;
+use crate::kproto::Fallen;
 use crate::proto::{Cause, Id, ResultUsage};
 
 /// Standard output, standard error, and what is told beside them.
@@ -22,7 +26,12 @@ pub const CONTROL: usize = 2;
 /// Names of a run's descriptors in the keeper.
 pub const PIPES: [&str; OUTPUTS] = ["o1", "o2", "o3"];
 pub const SEGMENTS: [&str; OUTPUTS] = ["s1", "s2", "s3"];
+pub const SPOOLS: [&str; OUTPUTS] = ["d1", "d2", "d3"];
 pub const STDIN_PIPE: &str = "in";
+/// The terminal's.
+pub const MASTER: &str = "tm";
+/// What its output is put into, to be read from the first output's pipe.
+pub const RELAY: &str = "rw";
 pub const STDIN_FILE: &str = "inf";
 pub const STATUS: &str = "st";
 pub const PIDFD: &str = "pf";
@@ -34,8 +43,16 @@ pub const INLINE_MAX: u64 = 4 << 10;
 
 pub const META_VERSION: u32 = 1;
 
+/// What stands for a signal in `Meta::signals`.
+pub fn signal_bit(signal: i32) -> u64 {
+    u32::try_from(signal - 1)
+        .ok()
+        .and_then(|n| 1u64.checked_shl(n))
+        .unwrap_or(0)
+}
+
 /// Kept by the keeper with the descriptors: what a new runtime needs to carry on.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Meta {
     pub version: u32,
     pub started_ns: u64,
@@ -55,6 +72,9 @@ pub struct Meta {
     pub base_system_us: u64,
     /// The cause it was killed for, and the signal (0: the whole tree), noted before the kill.
     pub marked: Option<(Cause, i32)>,
+    /// Every signal it was sent on request, a bit for each.
+    #[serde(default)]
+    pub signals: u64,
     /// That kill is the end of its sandbox: it has no result of its own then.
     #[serde(default)]
     pub with_sandbox: bool,
@@ -69,6 +89,19 @@ pub struct Meta {
     /// So many of the newest bytes can be read, beside the tail of the result.
     #[serde(default)]
     pub spool_bytes: u64,
+    /// The ring on the disk has room for so much more: a follower is behind by what is kept, and by a pipe that was
+    /// taken whole. A run of an earlier version has none, and its ring is as it was.
+    #[serde(default)]
+    pub slack_bytes: u64,
+    /// They are on the disk, but for the newest.
+    #[serde(default)]
+    pub on_disk: bool,
+    /// Where what is on the disk of an output ends, if the disk has failed.
+    #[serde(default)]
+    pub spool_ends: [Option<u64>; OUTPUTS],
+    /// It has a terminal.
+    #[serde(default)]
+    pub tty: bool,
     /// It has a third output.
     #[serde(default)]
     pub control: bool,
@@ -78,6 +111,12 @@ pub struct Meta {
 }
 
 impl Meta {
+    /// Whether a signal was sent on request.
+    pub fn was_sent(&self, signal: i32) -> bool {
+        // An earlier version noted the last one alone.
+        self.signals & signal_bit(signal) != 0 || matches!(self.marked, Some((_, s)) if s == signal)
+    }
+
     pub fn kept_tail(&self) -> u64 {
         self.tail_bytes.max(self.spool_bytes)
     }
@@ -137,14 +176,29 @@ pub struct Stream {
     pub watched: bool,
     /// The run has ended, and what it left behind writes in small pieces: not looked at for a moment.
     pub resting: bool,
-    /// Holds everything that has left the pipe at its own offset; the middle may be a hole.
-    pub segment: Option<OwnedFd>,
+    /// Holds everything that has left the pipe at its own offset; the middle may be a hole, and what was moved to
+    /// the disk is one.
+    pub segment: Option<Arc<OwnedFd>>,
+    /// What was moved; None: everything stays in memory.
+    pub disk: Option<OnDisk>,
     pub total: u64,
-    /// End of the hole, which starts at the end of the head.
+    /// The pipe was found full, and was made larger.
+    pub wide: bool,
+    /// End of the hole, which starts at the end of the head. On the disk it is nothing that was written over.
     pub hole_end: u64,
     /// The descriptors in the keeper.
     pub kept_pipe: bool,
     pub kept_segment: bool,
+}
+
+/// What is on the disk, for a follower who is to have it next.
+#[derive(Debug, Default)]
+pub enum Fetched {
+    #[default]
+    Nothing,
+    /// It is being read.
+    Busy,
+    Ready(Piece, Vec<u8>),
 }
 
 /// Someone who waits for a run.
@@ -158,14 +212,22 @@ pub struct Reader {
     pub lossy: bool,
     pub pos: [u64; OUTPUTS],
     pub credit: u64,
+    pub fetched: Fetched,
     pub told_started: bool,
 }
 
 /// Standard input that did not fit the pipe at once, or is open.
 #[derive(Debug, Clone)]
 pub struct Feed {
-    pub pipe: Arc<OwnedFd>,
+    /// A pipe, or a master; that of a terminal to be is not here yet.
+    pub pipe: Option<Arc<OwnedFd>>,
     pub file: Arc<OwnedFd>,
+    /// It goes to a terminal.
+    pub tty: bool,
+    /// Given since nothing waited to be read in the terminal.
+    pub ahead: u64,
+    /// The terminal takes no more: when it is tried again, and how long that is after the last time.
+    pub retry: Option<((u64, u64), u64)>,
     /// The pipe is watched; if idle, for the end of its last reader only.
     pub watched: bool,
     pub idle: bool,
@@ -174,13 +236,33 @@ pub struct Feed {
 }
 
 impl Feed {
-    pub fn new(pipe: Arc<OwnedFd>, file: Arc<OwnedFd>) -> Self {
+    pub fn new(pipe: OwnedFd, file: OwnedFd) -> Self {
         Self {
-            pipe,
-            file,
+            pipe: Some(Arc::new(pipe)),
+            tty: false,
+            ..Self::of_terminal(None, file)
+        }
+    }
+
+    pub fn of_terminal(master: Option<OwnedFd>, file: OwnedFd) -> Self {
+        Self {
+            pipe: master.map(Arc::new),
+            file: Arc::new(file),
+            tty: true,
+            ahead: 0,
+            retry: None,
             watched: false,
             idle: false,
             hole_end: 0,
+        }
+    }
+
+    /// What of it is in the keeper; a master is the terminal's own there.
+    pub fn kept(&self) -> &'static [&'static str] {
+        if self.tty {
+            &[STDIN_FILE]
+        } else {
+            &[STDIN_PIPE, STDIN_FILE]
         }
     }
 }
@@ -191,6 +273,12 @@ pub struct FreeLeaf {
     pub name: String,
     pub leaf: Arc<dyn Leaf>,
     pub used: RunUsage,
+}
+
+/// A run that was killed and whose process has ended, while the rest of its tree is dying.
+pub struct Dying {
+    pub ending: Fallen,
+    pub reap: bool,
 }
 
 /// A run that is only just being started: of its descriptors none but the pidfd is watched, and the event
@@ -216,11 +304,15 @@ pub struct Run {
     pub adopted: bool,
     pub status: Option<OwnedFd>,
     pub exec_done: bool,
-    /// Its process has ended, and the disk is being looked at: nothing more is read from its pipes.
+    /// Its process has ended, and the rest of its tree or the disk is being looked at: nothing more is read from its
+    /// pipes.
     pub ending: bool,
     pub streams: [Stream; OUTPUTS],
     /// Oldest first; the front ones may stand for what came before them too.
     pub barriers: VecDeque<Barrier>,
+    /// A terminal that is being opened.
+    pub opening: Option<Opening>,
+    pub terminal: Option<Terminal>,
     pub feed: Option<Feed>,
     /// Standard input received so far.
     pub fed: u64,
@@ -234,6 +326,10 @@ pub struct Run {
     pub hold: bool,
     /// Watches an ended run's cgroup until its last process is gone.
     pub emptied: Option<OwnedFd>,
+    /// It was killed and its process has ended; the rest of its tree is dying.
+    pub dying: Option<Dying>,
+    /// When its tree was killed.
+    pub killed_ns: Option<u64>,
     /// The ending, seen before the exec status was read.
     pub failure: Option<LaunchError>,
     /// How often its process had ended and was not ours to collect yet.
@@ -273,9 +369,20 @@ impl Run {
     pub fn kept(&self) -> u64 {
         let streams = self.streams.iter();
         let kept: u64 = streams
-            .map(|s| u64::from(s.kept_pipe) + u64::from(s.kept_segment))
+            .map(|s| {
+                let disk = s.disk.as_ref().is_some_and(|disk| disk.kept_file);
+                u64::from(s.kept_pipe) + u64::from(s.kept_segment) + u64::from(disk)
+            })
             .sum();
         kept + self.kept_others
+    }
+
+    /// Where an output is waited for.
+    pub fn source(&self, s: usize) -> Option<&OwnedFd> {
+        match &self.terminal {
+            Some(terminal) if s == 0 => Some(&terminal.master),
+            _ => self.streams[s].pipe.as_deref(),
+        }
     }
 
     pub fn encoded(&self) -> ByteBuf {

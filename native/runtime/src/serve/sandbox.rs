@@ -1,27 +1,23 @@
-//! Sandboxes: made and released by worker threads, watched by the event loop.
+//! Sandboxes: made by worker threads, watched by the event loop.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use dsec_launch::launcher::IDS;
 use dsec_launch::plan::Code;
 use dsec_launch::{LaunchError, RunPolicy, SandboxPlan};
-use dsec_sys::io::{wait_child, Who};
 use rustix::event::epoll::EventFlags;
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::Signal;
 
 use super::making::create_in_worker;
 use super::results::gone;
 use super::run::FreeLeaf;
-use super::{Server, Timer, Token};
+use super::stuck::Lingering;
+use super::{Server, Token};
 use crate::backend::{Made, Place};
-use crate::kproto::Fallen;
-use crate::proto::{self, Cause, Id, Nothing, Reply, SandboxStatus};
+use crate::proto::{self, Id, Nothing, SandboxStatus};
 use crate::record::{self, Exit, Record, Stage};
-use crate::{fail, info, util, warning};
+use crate::{info, util, warning};
 
 /// First of the user ids handed out, 65,536 to each sandbox. Far above what a host gives to people.
 pub const UID_FIRST: u32 = 1 << 20;
@@ -31,21 +27,8 @@ pub const UID_FIRST: u32 = 1 << 20;
 const UID_STEP: u32 = IDS + 128;
 /// Above this, ids are negative to programs that take them for signed.
 const UID_END: u32 = 1 << 31;
-/// Ended sandboxes that are remembered.
-const ENDED_KEPT: usize = 1024;
-/// For a release: killing, and removing everything. A dying process may wait for a slow disk.
-pub(super) const RELEASE_DEADLINE: Duration = Duration::from_secs(20);
-/// How long a release waits for the end of the init before it tries all the same.
-const INIT_WAIT: Timespec = Timespec {
-    tv_sec: 5,
-    tv_nsec: 0,
-};
-/// How often a release is tried before the caller is told.
-const RELEASE_TRIES: u32 = 3;
 /// Added to a plan's own deadline before the client is told that it passed.
 const CREATE_SLACK_NS: u64 = 5_000_000_000;
-/// Longest time a sandbox is given to end by itself.
-const GRACE_MAX_MS: u64 = 600_000;
 /// Longest set-up.
 const DEADLINE_MAX_MS: u64 = 600_000;
 
@@ -80,12 +63,14 @@ pub struct Sandbox {
     pub last_leaf: u64,
     /// Held by its runs.
     pub descriptors: u64,
-    waiters: Vec<(u64, Id)>,
-    stoppers: Vec<(u64, Id)>,
-    exit: Exit,
-    grace: Option<(u64, u64)>,
-    released: bool,
-    tries: u32,
+    pub(super) waiters: Vec<(u64, Id)>,
+    pub(super) stoppers: Vec<(u64, Id)>,
+    pub(super) exit: Exit,
+    pub(super) grace: Option<(u64, u64)>,
+    pub(super) released: bool,
+    pub(super) tries: u32,
+    /// All of it was killed, and something does not die.
+    pub(super) lingering: Option<Lingering>,
 }
 
 impl Sandbox {
@@ -113,7 +98,14 @@ impl Sandbox {
             grace: None,
             released: false,
             tries: 0,
+            lingering: None,
         }
+    }
+
+    /// How its init ended.
+    pub fn knows(&mut self, code: Option<i32>, signal: Option<i32>) {
+        self.exit.code = code;
+        self.exit.signal = signal;
     }
 }
 
@@ -172,7 +164,7 @@ impl Server {
         })
     }
 
-    fn live_runs(&self, index: u64) -> Vec<u64> {
+    pub(super) fn live_runs(&self, index: u64) -> Vec<u64> {
         let runs = self.sandboxes.get(&index).map(|s| s.runs.values());
         runs.into_iter()
             .flatten()
@@ -231,6 +223,7 @@ impl Server {
             init_start: 0,
             started_ns: util::realtime_ns(),
             cgroup_id: 0,
+            ending: None,
             exit: None,
             ended_ns: 0,
         };
@@ -293,290 +286,6 @@ impl Server {
         }
         if stop {
             self.begin_stop(index, "stopped", 0);
-        }
-    }
-
-    pub(super) fn sandbox_stop(&mut self, client: u64, id: Id, name: &str, grace_ms: u64) {
-        let index = match self.sandbox_index(name) {
-            Ok(index) => index,
-            Err(err) => return self.answer(client, id, Err::<Nothing, _>(err)),
-        };
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        if s.phase == Phase::Ended {
-            let status = self.status(index);
-            return self.answer(client, id, status);
-        }
-        s.stoppers.push((client, id));
-        match s.phase {
-            Phase::Running => self.begin_stop(index, "stopped", grace_ms),
-            Phase::Stopping if grace_ms == 0 => self.grace_over(index),
-            Phase::Stopping | Phase::Creating | Phase::Ended => {}
-        }
-    }
-
-    pub(super) fn sandbox_wait(&mut self, client: u64, id: Id, name: &str) {
-        let status = match self.sandbox_index(name) {
-            Ok(index) => match self.sandboxes.get_mut(&index) {
-                Some(s) if s.phase != Phase::Ended => return s.waiters.push((client, id)),
-                _ => self.status(index),
-            },
-            Err(err) => Err(err),
-        };
-        self.answer(client, id, status);
-    }
-
-    /// From here on nothing can be started in it.
-    pub(super) fn begin_stop(&mut self, index: u64, reason: &str, grace_ms: u64) {
-        let live = self.live_runs(index);
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        s.phase = Phase::Stopping;
-        s.exit.reason = reason.into();
-        info!(
-            "sandbox.stop",
-            id = s.record.id,
-            reason = reason,
-            runs = live.len()
-        );
-        if grace_ms == 0 || live.is_empty() {
-            return self.kill_sandbox(index);
-        }
-        for run in live {
-            self.ends_with_sandbox(run);
-            if let Err(e) = self.run_kill(run, Signal::TERM.as_raw(), Cause::Killed) {
-                info!("sandbox.term", error = e);
-            }
-        }
-        let span = grace_ms.min(GRACE_MAX_MS) * 1_000_000;
-        let timer = self.at(util::monotonic_ns() + span, Timer::Grace(index));
-        if let Some(s) = self.sandboxes.get_mut(&index) {
-            s.grace = Some(timer);
-        }
-    }
-
-    pub(super) fn grace_over(&mut self, index: u64) {
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        if let Some(timer) = s.grace.take() {
-            self.timers.remove(&timer);
-            self.kill_sandbox(index);
-        }
-    }
-
-    fn kill_sandbox(&mut self, index: u64) {
-        for run in self.live_runs(index) {
-            self.ends_with_sandbox(run);
-            if let Err(e) = self.run_kill(run, 0, Cause::Killed) {
-                info!("sandbox.kill_run", error = e);
-            }
-        }
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        s.tries += 1;
-        let Some(place) = s.place.clone() else {
-            return self.released(index, false, Ok(()));
-        };
-        let init = s.init.clone();
-        let network = init.as_ref().and_then(|init| place.network(init.as_fd()));
-        if let Err(e) = place.kill() {
-            warning!("sandbox.kill", id = s.record.id, error = e);
-        }
-        self.workers.run(move || {
-            // An init ends last, so that its end says that nothing is left in the cgroups. What keeps it
-            // alive for too long is the release's to tell.
-            if let Some(init) = init {
-                let mut poll = [PollFd::new(&*init, PollFlags::IN)];
-                let _ = rustix::event::poll(&mut poll, Some(&INIT_WAIT));
-            }
-            // Asked before the counters go.
-            let oom = place.oom_kills() > 0;
-            let done = place
-                .release(network, RELEASE_DEADLINE)
-                .and_then(|()| fail::at("sandbox.released"));
-            Box::new(move |server: &mut Server| server.released(index, oom, done))
-        });
-    }
-
-    /// Unless it is being killed for a reason of its own.
-    fn ends_with_sandbox(&mut self, run: u64) {
-        if let Some(run) = self.runs.get_mut(&run) {
-            run.meta.with_sandbox |= run.meta.marked.is_none();
-        }
-    }
-
-    /// Whether a sandbox ends or is about to. A process namespace ends from the inside out: its programs
-    /// are killed and reaped before its init can be waited for, which tells by its flags.
-    pub(super) fn sandbox_ending(&self, index: u64) -> bool {
-        self.sandboxes.get(&index).map_or(true, |s| {
-            s.phase != Phase::Running
-                || s.init_ended
-                || util::is_ending(s.record.init_pid, s.record.init_start)
-        })
-    }
-
-    fn released(&mut self, index: u64, oom: bool, done: Result<(), LaunchError>) {
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        s.exit.oom |= oom;
-        let Err(err) = done else {
-            s.released = true;
-            return self.finish_if_quiet(index);
-        };
-        warning!(
-            "sandbox.release",
-            id = s.record.id,
-            tries = s.tries,
-            error = err
-        );
-        if s.tries < RELEASE_TRIES {
-            return self.kill_sandbox(index);
-        }
-        // It stays as it is; the next `stop` tries again.
-        s.tries = 0;
-        s.phase = Phase::Running;
-        for (client, id) in std::mem::take(&mut s.stoppers) {
-            self.answer(client, id, Err::<Nothing, _>(err.clone()));
-        }
-    }
-
-    /// The init of a sandbox ended.
-    pub(super) fn init_ready(&mut self, index: u64) {
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        let Some(init) = s.init.clone() else { return };
-        let ending = match s.parent {
-            Parent::Us => match wait_child(Who::PidFd(init.as_fd()), true) {
-                Ok(Some(e)) => Some((e.code, e.signal)),
-                Ok(None) => return,
-                Err(_) => None,
-            },
-            Parent::Keeper => return,
-            Parent::Stranger => None,
-        };
-        self.unwatch(init.as_fd());
-        self.init_over(index, ending);
-    }
-
-    /// The keeper collected an init.
-    pub(super) fn init_fallen(&mut self, id: &str, ending: &Fallen) {
-        if let Some(&index) = self.sandbox_ids.get(id) {
-            self.init_over(index, Some((ending.code, ending.signal)));
-        }
-    }
-
-    fn init_over(&mut self, index: u64, ending: Option<(Option<i32>, Option<i32>)>) {
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        s.init_ended = true;
-        if let Some((code, signal)) = ending {
-            s.exit.code = code;
-            s.exit.signal = signal;
-        }
-        if s.phase == Phase::Running {
-            self.begin_stop(index, "init_died", 0);
-        } else {
-            self.finish_if_quiet(index);
-        }
-    }
-
-    /// A run of a sandbox has ended.
-    pub(super) fn run_ended(&mut self, sandbox: u64) {
-        let Some(s) = self.sandboxes.get(&sandbox) else {
-            return;
-        };
-        if s.phase != Phase::Stopping {
-            return;
-        }
-        if s.grace.is_some() && self.live_runs(sandbox).is_empty() {
-            self.grace_over(sandbox);
-        } else {
-            self.finish_if_quiet(sandbox);
-        }
-    }
-
-    /// It has ended once everything is released and every ending in it is known.
-    pub(super) fn finish_if_quiet(&mut self, index: u64) {
-        let live = self.live_runs(index);
-        let Some(s) = self.sandboxes.get_mut(&index) else {
-            return;
-        };
-        if s.phase != Phase::Stopping || !s.released || !s.init_ended || !live.is_empty() {
-            return;
-        }
-        s.phase = Phase::Ended;
-        s.place = None;
-        s.init = None;
-        s.free_leaves.clear();
-        s.record.stage = Stage::Ended;
-        s.record.exit = Some(s.exit.clone());
-        s.record.ended_ns = util::realtime_ns();
-        let id = s.record.id.clone();
-        let runs: Vec<u64> = s.runs.values().copied().collect();
-        let mut told = std::mem::take(&mut s.stoppers);
-        told.append(&mut s.waiters);
-        if let Err(e) = self.records.write(&s.record) {
-            warning!("sandbox.record", id = id, error = e);
-        }
-        for run in runs {
-            if let Some(r) = self.runs.get_mut(&run) {
-                r.leaf = None;
-            }
-            self.forget(run);
-        }
-        self.helpers_over(index);
-        let _ = self.records.marks.unmark_all(&id);
-        self.unknown.retain(|(sandbox, _)| *sandbox != id);
-        if let Err(e) = self.link.del(&init_key(&id), 1) {
-            warning!("keeper.del", error = e);
-        }
-        info!("sandbox.ended", id = id);
-        for (client, request) in told {
-            let status = self.status(index);
-            self.answer(client, request, status);
-        }
-        self.announce(index);
-        self.remember_ended(index);
-    }
-
-    fn announce(&mut self, index: u64) {
-        let Ok(status) = self.status(index) else {
-            return;
-        };
-        let clients = self.clients.iter();
-        let subscribed: Vec<(u64, Id)> = clients
-            .filter_map(|(c, v)| Some((*c, v.subscribed?)))
-            .collect();
-        for (client, id) in subscribed {
-            let event = Reply::Ended {
-                id,
-                ev: "ended",
-                sandbox: status.id.clone(),
-                status: &status,
-            };
-            if let Ok(frame) = proto::frame(&event) {
-                self.push(client, frame);
-            }
-        }
-    }
-
-    pub(super) fn remember_ended(&mut self, index: u64) {
-        self.ended.push_back(index);
-        while self.ended.len() > ENDED_KEPT {
-            let Some(old) = self.ended.pop_front() else {
-                return;
-            };
-            if let Some(s) = self.sandboxes.remove(&old) {
-                self.sandbox_ids.remove(&s.record.id);
-                let _ = self.records.remove(&s.record.id);
-            }
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
 use dsec_launch::plan::{Code, Step};
-use dsec_launch::{LaunchError, RunPlan};
+use dsec_launch::{switch, LaunchError, RunPlan};
 use rustix::event::epoll::EventFlags;
 use rustix::pipe::PipeFlags;
 
@@ -16,9 +16,12 @@ use super::input::make_stdin;
 use super::launching::{Copies, Launch, Launched, Pipes, Stdio, TakenLeaf};
 use super::pool::{Done, Finish};
 use super::results::gone;
-use super::run::{self, Meta, Reader, Run, Stream, Unsettled};
+use super::room::fds_of;
+use super::run::{self, Fetched, Meta, Reader, Run, Stream, Unsettled};
 use super::sandbox::Phase;
-use super::{Server, Timer, Token};
+use super::spool::OnDisk;
+use super::stream::slack;
+use super::{terminals, Server, Timer, Token};
 use crate::backend::Place;
 use crate::proto::{self, Follow, Id, Nothing};
 use crate::{info, util};
@@ -56,7 +59,8 @@ impl Server {
         }
         let sandbox_index = self.sandbox_index(&plan.sandbox)?;
         let place = self.running_place(sandbox_index)?;
-        self.check_room(sandbox_index, plan.control)?;
+        let on_disk = on_disk(&plan);
+        self.check_room(sandbox_index, fds_of(plan.control, on_disk))?;
         let init = self.init_fd(sandbox_index)?;
         let index = self.index();
         let (stdio, pipes) = make_pipes(&plan).step("run.pipes")?;
@@ -114,12 +118,17 @@ impl Server {
                 base_user_us: 0,
                 base_system_us: 0,
                 marked: None,
+                signals: 0,
                 with_sandbox: false,
                 outcome: None,
                 streamed: follow.stream && !follow.lossy,
                 forgotten: false,
-                stdin_open: plan.stdin_open,
+                stdin_open: plan.stdin_open || plan.tty.is_some(),
                 spool_bytes: plan.spool_bytes,
+                slack_bytes: slack(plan.tail_bytes.max(plan.spool_bytes)),
+                on_disk: on_disk(plan),
+                spool_ends: [None; run::OUTPUTS],
+                tty: plan.tty.is_some(),
                 control: plan.control,
                 fence: 0,
             },
@@ -133,10 +142,13 @@ impl Server {
             ending: false,
             streams: std::array::from_fn(|_| Stream {
                 pipe: out.next(),
+                disk: on_disk(plan).then(OnDisk::default),
                 ..Stream::default()
             }),
             barriers: VecDeque::new(),
             kept_others: 0,
+            opening: None,
+            terminal: None,
             feed: pipes.feed,
             fed: plan.stdin.len() as u64,
             senders: Vec::new(),
@@ -146,7 +158,9 @@ impl Server {
             unsettled: None,
             hold: false,
             emptied: None,
+            dying: None,
             held: 0,
+            killed_ns: None,
             failure: None,
             counted: 0,
         }
@@ -194,6 +208,14 @@ impl Server {
                 records: &records,
                 keeper: &keeper,
             };
+            if plan.tty.is_some() {
+                let cloned = launch.clone_it(leaf, meta);
+                let finish: Finish = Box::new(move |server| match cloned {
+                    Ok(cloned) => server.await_terminal(index, cloned, copies),
+                    Err(err) => server.launched(index, Err(err)),
+                });
+                return finish.into();
+            }
             let mut done = launch.carry_out(leaf, meta);
             if let Ok(launched) = &mut done {
                 launched.watch(index, &epoll);
@@ -210,7 +232,9 @@ impl Server {
     /// Nothing but its end is waited for at first, unless somebody reads along. The timer is set before the
     /// launch: whatever comes of that, the event loop looks at the run soon.
     fn unsettle(&mut self, index: u64) -> Option<Arc<AtomicBool>> {
-        if self.runs.get(&index)?.meta.streamed {
+        let meta = &self.runs.get(&index)?.meta;
+        // Opening a terminal is waited for at once.
+        if meta.streamed || meta.tty {
             return None;
         }
         let timer = self.at(util::monotonic_ns() + SETTLED_NS, Timer::Settled(index));
@@ -222,7 +246,7 @@ impl Server {
         Some(awaited)
     }
 
-    fn launched(&mut self, index: u64, done: Result<Launched, LaunchError>) {
+    pub(super) fn launched(&mut self, index: u64, done: Result<Launched, LaunchError>) {
         let done = match done {
             Ok(done) => done,
             Err(err) => return self.launch_failed(index, err),
@@ -235,9 +259,11 @@ impl Server {
         };
         let kill = run.meta.marked;
         // A follower may have come, a kill been asked for, since the keeper was told.
-        let stale = kill.is_some() || run.meta.streamed != done.meta.streamed;
+        let signals = run.meta.signals;
+        let stale = kill.is_some() || signals != 0 || run.meta.streamed != done.meta.streamed;
         run.meta = Meta {
             marked: kill,
+            signals,
             with_sandbox: run.meta.with_sandbox,
             streamed: run.meta.streamed,
             ..done.meta
@@ -245,7 +271,8 @@ impl Server {
         for stream in &mut run.streams {
             stream.kept_pipe = stream.pipe.is_some();
         }
-        run.kept_others = 2 + run.feed.as_ref().map_or(0, |_| 2);
+        let feed = run.feed.as_ref().map_or(0, |feed| feed.kept().len() as u64);
+        run.kept_others = 2 + feed + if run.meta.tty { 2 } else { 0 };
         run.leaf = Some(done.leaf);
         run.pid = Some(done.process.pid);
         run.pidfd = Some(done.process.pidfd);
@@ -262,6 +289,8 @@ impl Server {
         }
         if kill.is_some() || stopping {
             self.kill_tree(index);
+        } else if signals != 0 {
+            self.send_signals(index, signals);
         }
     }
 
@@ -273,7 +302,7 @@ impl Server {
         if let (Some(fd), None) = (&run.status, &run.unsettled) {
             self.watch(fd.as_fd(), Token::Status(index), EventFlags::IN)?;
         }
-        let process = process && !run.adopted && !run.done();
+        let process = process && !run.done();
         if let Some(fd) = run.pidfd.as_ref().filter(|_| process) {
             self.watch(fd.as_fd(), Token::Process(index), EventFlags::IN)?;
         }
@@ -307,6 +336,9 @@ impl Server {
 
     /// The exec of a run has succeeded or failed.
     pub(super) fn status_ready(&mut self, index: u64) {
+        if self.runs.get(&index).is_some_and(|r| r.opening.is_some()) {
+            return self.terminal_opened(index);
+        }
         self.take_status(index);
         if self
             .runs
@@ -373,6 +405,7 @@ impl Server {
             lossy: follow.lossy,
             pos: follow.offsets,
             credit: follow.window,
+            fetched: Fetched::Nothing,
             told_started: false,
         });
         if let Some(c) = self.clients.get_mut(&client) {
@@ -402,6 +435,11 @@ impl Server {
     }
 }
 
+/// Whether what stays readable of its output does so on the disk.
+fn on_disk(plan: &RunPlan) -> bool {
+    plan.spool_bytes > 0 && !switch::off(switch::OUTPUT_DISK)
+}
+
 pub(super) fn unknown(run: &str) -> LaunchError {
     LaunchError::new(
         Code::Unknown,
@@ -410,6 +448,9 @@ pub(super) fn unknown(run: &str) -> LaunchError {
 }
 
 fn make_pipes(plan: &RunPlan) -> io::Result<(Stdio, Pipes)> {
+    if plan.tty.is_some() {
+        return terminals::make_pipes(&plan.stdin);
+    }
     let (stdin, feed) = make_stdin(&plan.stdin, plan.stdin_open)?;
     let (mut theirs, mut out) = (vec![stdin], Vec::new());
     for _ in 0..run::CONTROL + usize::from(plan.control) {
@@ -417,5 +458,10 @@ fn make_pipes(plan: &RunPlan) -> io::Result<(Stdio, Pipes)> {
         out.push(Arc::new(ours));
         theirs.push(their);
     }
-    Ok((Stdio(theirs), Pipes { out, feed }))
+    let pipes = Pipes {
+        out,
+        feed,
+        relay: None,
+    };
+    Ok((Stdio(theirs), pipes))
 }

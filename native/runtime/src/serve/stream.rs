@@ -2,21 +2,23 @@
 //!
 //! A segment is one sparse file per stream in which every byte has its own offset: its size says what
 //! has left the pipe. The head is kept, the tail is kept, the middle is given back by punching a hole
-//! that moves along.
+//! that moves along. Of a program whose newest output stays readable all but the newest of that is on the disk.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use dsec_launch::switch;
 use dsec_sys::io::{punch_hole, splice_between, splice_to_file};
-use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, OFlags};
 
 use super::client::OUT_SOFT;
-use super::run::{self, Barrier, Run, Stream};
+use super::kept::Piece;
+use super::run::{self, Barrier, Fetched, Run};
 use super::{Server, Timer, Token};
 use crate::kproto::Put;
+use crate::outframe::out_frame;
 use crate::proto::{self, Plain, OUT_CHUNK};
 use crate::{fail, util, warning};
 
@@ -29,17 +31,22 @@ pub(super) const PAGE: u64 = 4096;
 /// a while.
 const REST_BELOW: usize = 32 << 10;
 const REST_NS: u64 = 10_000_000;
-/// Bytes a follower may lag behind before the pipe is left to fill.
+/// Bytes a follower may lag behind before the pipe is left to fill, unless more stay readable on the disk.
 const MAX_LAG: u64 = 256 << 10;
+/// A pipe that was found full once, by which its program is one that floods, gets this size: the program and we are
+/// woken for each time it is full and each time it is empty. Larger ones leave the caches.
+const PIPE_BYTES: usize = 256 << 10;
+/// What a follower may be behind beyond what is kept.
+pub(super) fn slack(kept: u64) -> u64 {
+    PIPE_BYTES as u64 + MAX_LAG.saturating_sub(kept)
+}
+
+/// What a pipe has at first.
+const PIPE_FULL: usize = 64 << 10;
+/// Shorter frames are not worth a buffer that is kept.
+const SPARE_FROM: usize = 32 << 10;
 /// Places in the third output whose order with the others is known each.
 const BARRIERS_MAX: usize = 256;
-
-impl Stream {
-    /// Offset of the first byte of the tail that is kept for the result.
-    fn tail_start(&self, head: u64, tail: u64) -> u64 {
-        self.total.saturating_sub(tail).max(head.min(self.total))
-    }
-}
 
 impl Server {
     /// Watches the pipes that should be read now, and leaves the others alone.
@@ -55,25 +62,23 @@ impl Server {
                 !run.lags(s)
             };
             let want = run.pid.is_some() && run.unsettled.is_none() && free;
-            let stream = &mut run.streams[s];
-            let Some(pipe) = &stream.pipe else { continue };
-            if want == stream.watched {
+            if want == run.streams[s].watched {
                 continue;
             }
-            stream.watched = want;
+            let flags = run.output_flags(s);
+            let Some(source) = run.source(s) else {
+                continue;
+            };
             let result = if want {
-                rustix::event::epoll::add(
-                    &self.epoll,
-                    pipe,
-                    Token::Output(index, s).pack(),
-                    EventFlags::IN,
-                )
+                let token = Token::Output(index, s).pack();
+                rustix::event::epoll::add(&self.epoll, source, token, flags)
             } else {
-                rustix::event::epoll::delete(&self.epoll, pipe)
+                rustix::event::epoll::delete(&self.epoll, source)
             };
             if let Err(e) = result {
                 warning!("output.watch", run = run.key(), error = e);
             }
+            run.streams[s].watched = want;
         }
     }
 
@@ -87,29 +92,37 @@ impl Server {
         if run.lags(s) {
             return self.watch_output(index);
         }
+        let terminal = run.terminal.is_some();
         let taken = if s == run::CONTROL {
             self.take_control(index)
+        } else if terminal {
+            self.take_terminal(index, SPLICE_BYTES)
         } else {
             self.take_output(index, s, SPLICE_BYTES)
         };
         match taken {
-            Ok(0) => self.close_pipe(index, s),
+            Ok(0) if !terminal => self.close_pipe(index, s),
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
             Err(e) => {
                 // Memory ran out. What is in the pipe stays there; the program waits, or is killed.
                 warning!("output.splice", run = index, error = e);
-                if let Some(run) = self.runs.get_mut(&index) {
-                    let stream = &mut run.streams[s];
-                    if let Some(pipe) = stream.pipe.as_ref().filter(|_| stream.watched) {
-                        stream.watched = false;
-                        let _ = rustix::event::epoll::delete(&self.epoll, pipe);
-                    }
-                }
-                return;
+                return self.leave_output(index, s);
             }
         }
         self.pump(index);
+    }
+
+    /// It is not waited for any more, until it is looked at again.
+    pub(super) fn leave_output(&mut self, index: u64, s: usize) {
+        let Some(run) = self.runs.get_mut(&index) else {
+            return;
+        };
+        if std::mem::take(&mut run.streams[s].watched) {
+            if let Some(source) = run.source(s) {
+                let _ = rustix::event::epoll::delete(&self.epoll, source);
+            }
+        }
     }
 
     /// What waits in the third output, after all that was said on the others before it: what is in their pipes when
@@ -177,7 +190,7 @@ impl Server {
             };
             self.link.put(put, &[file.as_fd()])?;
             fail::pass("run.segment");
-            stream.segment = Some(file);
+            stream.segment = Some(Arc::new(file));
             stream.kept_segment = true;
         }
         let Some(file) = &stream.segment else {
@@ -190,6 +203,14 @@ impl Server {
         }
         let n = splice_to_file(pipe.as_fd(), file.as_fd(), stream.total, len)?;
         stream.total += n as u64;
+        if n >= PIPE_FULL && !stream.wide {
+            stream.wide = true;
+            // What a terminal is relayed through holds what is read from it at once, no more.
+            if run.terminal.is_none() && !switch::off(switch::OUTPUT_WIDE) {
+                // Without it, it is as it was.
+                let _ = rustix::pipe::fcntl_setpipe_size(pipe, PIPE_BYTES);
+            }
+        }
         fail::pass("run.spliced");
         run.give_back(s);
         Ok(n)
@@ -197,16 +218,12 @@ impl Server {
 
     /// The pipe has no writers any more, here and in the keeper.
     pub(super) fn close_pipe(&mut self, index: u64, s: usize) {
+        self.leave_output(index, s);
         let Some(run) = self.runs.get_mut(&index) else {
             return;
         };
         let key = run.key();
-        let stream = &mut run.streams[s];
-        if let Some(pipe) = stream.pipe.take() {
-            if std::mem::take(&mut stream.watched) {
-                let _ = rustix::event::epoll::delete(&self.epoll, &pipe);
-            }
-        }
+        run.streams[s].pipe = None;
         let done = run.done();
         // Before the end the outcome's message closes it, one message for all.
         if done && std::mem::take(&mut run.streams[s].kept_pipe) {
@@ -273,10 +290,12 @@ impl Server {
             }
             match self.next_for(index, position) {
                 Next::Frame(frame) => self.push(client, frame),
-                Next::Over => self.deliver(index, position),
+                Next::Over => self.collect(index, position),
+                Next::Fetch(piece) => self.fetch_for(index, position, piece),
                 Next::Nothing => position += 1,
             }
         }
+        self.spool_all(index);
         self.watch_output(index);
     }
 
@@ -299,14 +318,15 @@ impl Server {
         }
         if run.readers[position].stream {
             for s in 0..run::OUTPUTS {
-                if let Some(frame) = run.chunk(position, s) {
-                    return Next::Frame(frame);
+                match run.chunk(position, s, &mut self.spare_frames) {
+                    Next::Nothing => {}
+                    next => return next,
                 }
             }
         }
         let caught_up = !run.readers[position].stream
             || (0..run::OUTPUTS).all(|s| run.readers[position].pos[s] >= run.streams[s].total);
-        if run.done() && caught_up {
+        if run.done() && caught_up && !matches!(run.readers[position].fetched, Fetched::Busy) {
             return Next::Over;
         }
         Next::Nothing
@@ -335,6 +355,7 @@ impl Server {
                 run.give_back(s);
             }
         }
+        self.spool_all(index);
         self.watch_output(index);
         self.forget_if_over(index);
     }
@@ -353,6 +374,8 @@ impl Server {
 
 enum Next {
     Frame(Vec<u8>),
+    /// It is on the disk.
+    Fetch(Piece),
     Over,
     Nothing,
 }
@@ -362,12 +385,17 @@ impl Run {
     fn lags(&self, s: usize) -> bool {
         // The third output is taken with all that was said before it.
         let others = if s == run::CONTROL { 0..s } else { s..s };
-        self.hold || self.ending || self.behind(s) || others.into_iter().any(|s| self.behind(s))
+        let full = |s: usize| self.behind(s) || self.crowded(s);
+        self.hold || self.ending || full(s) || others.into_iter().any(full)
     }
 
     fn behind(&self, s: usize) -> bool {
+        let stream = &self.streams[s];
+        // What is on the disk for a follower holds nobody up.
+        let disk = stream.disk.as_ref().filter(|disk| !disk.failed);
+        let lag = disk.map_or(MAX_LAG, |_| MAX_LAG.max(self.meta.spool_bytes));
         let slowest = self.slowest(s);
-        slowest.is_some_and(|pos| self.streams[s].total.saturating_sub(pos) >= MAX_LAG)
+        slowest.is_some_and(|pos| stream.total.saturating_sub(pos) >= lag)
     }
 
     /// What of the third output was taken by now came after what was taken of the others by now.
@@ -393,7 +421,7 @@ impl Run {
         passed.last().map_or(0, |b| b.end)
     }
 
-    fn slowest(&self, s: usize) -> Option<u64> {
+    pub(super) fn slowest(&self, s: usize) -> Option<u64> {
         // Whoever can do without some of it holds nobody up.
         let streaming = self.readers.iter().filter(|r| r.stream && !r.lossy);
         streaming.map(|r| r.pos[s]).min()
@@ -404,6 +432,9 @@ impl Run {
         let (head, tail) = (self.meta.head_bytes, self.meta.kept_tail());
         if self.hold {
             return;
+        }
+        if self.streams[s].disk.is_some() {
+            return self.give_back_undisked(s);
         }
         let slowest = self.slowest(s);
         let stream = &mut self.streams[s];
@@ -425,7 +456,7 @@ impl Run {
     }
 
     /// The next `out` event of one stream for one follower, as far as its credit goes.
-    fn chunk(&mut self, position: usize, s: usize) -> Option<Vec<u8>> {
+    fn chunk(&mut self, position: usize, s: usize, spare: &mut Vec<Vec<u8>>) -> Next {
         let (from, mut end) = self.kept_from(s, self.readers[position].pos[s]);
         if s == run::CONTROL {
             end = end.min(self.control_end(&self.readers[position].pos));
@@ -436,130 +467,52 @@ impl Run {
             .saturating_sub(from)
             .min(OUT_CHUNK as u64)
             .min(reader.credit);
-        if len == 0 {
-            return None;
+        let Ok(mut size) = usize::try_from(len) else {
+            return Next::Nothing;
+        };
+        if size == 0 {
+            return Next::Nothing;
         }
-        let data = self.streams[s].read(s, &self.meta, from, len)?;
+        let mut fetched = None;
+        if self.streams[s].on_disk(from) {
+            match reader.fetched.take(s, from) {
+                Fetched::Ready(_, data) => {
+                    size = size.min(data.len());
+                    fetched = Some(data);
+                }
+                Fetched::Busy => return Next::Nothing,
+                Fetched::Nothing => {
+                    let end = from + len;
+                    return Next::Fetch(Piece { s, from, end });
+                }
+            }
+        } else {
+            reader.fetched.forget(s);
+        }
+        let buffer = if size >= SPARE_FROM {
+            spare.pop().unwrap_or_default()
+        } else {
+            Vec::new()
+        };
+        let asked = (from, size as u64);
+        let (stream, meta) = (&self.streams[s], &self.meta);
+        let at = (reader.request, s, from);
+        let frame = out_frame(buffer, at, size, |out| match fetched {
+            Some(data) => {
+                out.extend_from_slice(&data[..size]);
+                true
+            }
+            None => stream.append(s, meta, asked, out).is_some(),
+        });
+        let Some(frame) = frame else {
+            return Next::Nothing;
+        };
         let reader = &mut self.readers[position];
-        reader.pos[s] += data.len() as u64;
-        reader.credit -= data.len() as u64;
-        let event = Plain::Out {
-            id: reader.request,
-            ev: "out",
-            s: s as u8 + 1,
-            o: from,
-            d: &data,
-        };
+        reader.pos[s] += size as u64;
+        reader.credit -= size as u64;
         self.give_back(s);
-        proto::frame(&event).ok()
+        Next::Frame(frame)
     }
-
-    /// Where the kept bytes from an offset on begin, and where those end.
-    fn kept_from(&self, s: usize, offset: u64) -> (u64, u64) {
-        let stream = &self.streams[s];
-        let head = self.meta.head_bytes;
-        let from = if offset >= head {
-            offset.max(stream.hole_end)
-        } else {
-            offset
-        };
-        if from < head && stream.hole_end > 0 {
-            (from, head.min(stream.total))
-        } else {
-            (from, stream.total)
-        }
-    }
-
-    /// `run.read`.
-    pub(super) fn read_kept(&self, s: usize, offset: u64, max: u64) -> proto::Kept {
-        let (from, end) = self.kept_from(s, offset);
-        let len = end.saturating_sub(from).min(max);
-        let d = self.streams[s].read(s, &self.meta, from, len);
-        proto::Kept {
-            o: from,
-            d: d.unwrap_or_default().into(),
-            total: self.streams[s].total,
-            state: self.state(),
-        }
-    }
-
-    /// Everything, when nothing was given back.
-    pub(super) fn whole_stream(&self, s: usize) -> Option<Vec<u8>> {
-        let stream = &self.streams[s];
-        if stream.hole_end > 0 {
-            return None;
-        }
-        stream.read(s, &self.meta, 0, stream.total)
-    }
-
-    /// Head, tail and what is missing between them.
-    pub(super) fn stream_result(&self, s: usize) -> proto::StreamResult {
-        let stream = &self.streams[s];
-        let (head, tail) = (self.meta.head_bytes, self.meta.tail_bytes);
-        let head_len = head.min(stream.total);
-        let tail_at = stream.tail_start(head, tail);
-        let read = |from: u64, len: u64| stream.read(s, &self.meta, from, len).unwrap_or_default();
-        proto::StreamResult {
-            total: stream.total,
-            head: read(0, head_len).into(),
-            tail: read(tail_at, stream.total - tail_at).into(),
-            dropped: tail_at - head_len,
-        }
-    }
-}
-
-impl Stream {
-    /// What an earlier runtime left: how much has left the pipe, and where the hole ends.
-    pub(super) fn recovered(&mut self, head: u64) -> io::Result<()> {
-        let Some(file) = &self.segment else {
-            return Ok(());
-        };
-        self.total = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
-        let start = head.next_multiple_of(PAGE);
-        if start < self.total {
-            let data = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(start))?;
-            if data > start {
-                self.hole_end = data;
-            }
-        }
-        Ok(())
-    }
-
-    /// Bytes at an offset, from the segment or from what is kept with the outcome.
-    fn read(&self, s: usize, meta: &run::Meta, from: u64, len: u64) -> Option<Vec<u8>> {
-        let inline = meta.outcome.as_ref().and_then(|o| o.inline(s));
-        if let Some(data) = inline {
-            let end = usize::try_from(from + len).ok()?;
-            return data
-                .get(usize::try_from(from).ok()?..end)
-                .map(<[u8]>::to_vec);
-        }
-        if len == 0 {
-            return Some(Vec::new());
-        }
-        read_at(
-            self.segment.as_ref()?.as_fd(),
-            from,
-            usize::try_from(len).ok()?,
-        )
-    }
-}
-
-fn read_at(file: BorrowedFd<'_>, mut from: u64, len: usize) -> Option<Vec<u8>> {
-    let mut out = vec![0u8; len];
-    let mut done = 0;
-    while done < len {
-        match rustix::io::pread(file, &mut out[done..], from) {
-            Ok(0) => return None,
-            Ok(n) => {
-                done += n;
-                from += n as u64;
-            }
-            Err(rustix::io::Errno::INTR) => {}
-            Err(_) => return None,
-        }
-    }
-    Some(out)
 }
 
 pub(super) fn no_writers(pipe: BorrowedFd<'_>) -> io::Result<bool> {

@@ -7,13 +7,13 @@ is left out by `applicable`. Nothing here depends on a test framework: a check r
 
 from __future__ import annotations
 
-from dsec.backends.conformance import ends, idempotence, inside, isolation, lifecycle, output
+from dsec.backends.conformance import changes, ends, idempotence, inside, isolation, lifecycle, output
 from dsec.backends.conformance.kit import Check, Subject, Violation, checks, perform
 
 __all__ = ["CHECKS", "Check", "Subject", "Violation", "applicable", "perform"]
 
 # Importing a module registers its checks; named here so that the list cannot lose one silently.
-_MODULES = (lifecycle, ends, output, idempotence, inside, isolation)
+_MODULES = (lifecycle, ends, output, idempotence, inside, isolation, changes)
 
 CHECKS: tuple[Check, ...] = checks(module.__name__ for module in _MODULES)
 

@@ -8,6 +8,8 @@ from dsec.backends.conformance.kit import FOREVER, Box, Subject, check, equal, e
 from dsec.model.errors import NotFound, ProgramNotStarted
 from dsec.model.states import RunOutcome
 
+CODES = range(256)
+
 
 def ending(outcome: RunOutcome) -> tuple[str, int, int | None]:
     return outcome.cause, outcome.exit_code, outcome.signal
@@ -24,7 +26,7 @@ async def every_exit_code_is_exact(subject: Subject) -> None:
                 outcome = await box.sh(f"exit {code}")
             equal(ending(outcome), ("exited", code, None), f"exit {code}")
 
-        await soon(asyncio.gather(*(one(code) for code in range(256))))
+        await soon(asyncio.gather(*(one(code) for code in CODES)))
 
 
 @check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from dsec.backends.base import Exit, LayerMount
 from dsec.backends.conformance.kit import (
@@ -24,7 +23,8 @@ from dsec.backends.conformance.kit import (
 from dsec.model.errors import Conflict, DsecError, SandboxLost
 
 # How often starting is cut off, each time a little later.
-CUTS: Final = 24
+CUTS = 24
+CROWD = 30
 
 
 @check()
@@ -193,7 +193,7 @@ async def many_at_once(subject: Subject) -> None:
             return await soon(box.runtime.stop())
 
     async with backend(subject) as over:
-        ends = await soon(asyncio.gather(*(one(subject) for _ in range(30))))
+        ends = await soon(asyncio.gather(*(one(subject) for _ in range(CROWD))))
         equal({end.reason for end in ends}, {"stopped"}, "the reasons")
 
 

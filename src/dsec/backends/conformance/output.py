@@ -13,6 +13,7 @@ from dsec.model.states import RunOutcome
 ALL_BYTES = bytes(range(256))
 # How long a flood may run: longer where the machine is too slow to fill the head in that time.
 FLOOD_TIMEOUTS_S = (0.5, 2.0, 8.0, 32.0)
+LARGE = 10_000_000
 
 
 def pattern(size: int) -> bytes:
@@ -94,9 +95,9 @@ def same(outcome: RunOutcome, data: bytes) -> None:
 
 
 @check("posix")
-async def ten_megabytes_on_both_streams(subject: Subject) -> None:
-    """Captured and streamed, ten megabytes on each stream are exact."""
-    size = 10_000_000
+async def megabytes_on_both_streams(subject: Subject) -> None:
+    """Captured and streamed, megabytes on each stream are exact."""
+    size = LARGE
     line = b"0123456789abcdef\n"
     whole = (line * (size // len(line) + 1))[:size]
     text = f"yes {line.decode().strip()} | head -c {size} & yes {line.decode().strip()} | head -c {size} >&2; wait"

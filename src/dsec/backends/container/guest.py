@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from dsec.backends.base import Exit, Files, Handle, Inside, ProcessInfo, ProgramStatus, RunPlan, Sink
 from dsec.backends.container import plans
 from dsec.backends.container.endings import known
-from dsec.model.errors import NotFound, SandboxLost, Unsupported
+from dsec.model.errors import NotFound, SandboxLost
 from dsec.model.processes import InputState, OutputPiece, Terminal
 from dsec.model.states import RunOutcome
 from dsec.wire import values as v
@@ -69,8 +69,6 @@ class ContainerGuest:
         self, plan: RunPlan, *, sink: Sink | None = None, started: Callable[[], None] | None = None
     ) -> RunOutcome:
         self._alive()
-        if plan.tty is not None:
-            raise no_terminals()
         start = plans.run_start(self._id, plan)
         return plans.outcome(await self._ask(self._client.run(start, sink=sink, started=started)))
 
@@ -127,17 +125,12 @@ class ContainerGuest:
         except (NotFound, SandboxLost):
             return  # forgotten, or gone with its sandbox
 
-    async def files(self, *, user: str, cwd: str) -> Files:
+    async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:
         self._alive()
-        return await self._ask(FileClient.open(self._client.path, self._id, user=user, cwd=cwd))
+        return await self._ask(FileClient.open(self._client.path, self._id, user=user, cwd=cwd, diff=diff))
 
     def discard(self, process_id: str) -> None:
         self._client.discard(self._id, process_id)
-
-
-def no_terminals() -> Unsupported:
-    """The error for a program that is to have a terminal."""
-    return Unsupported.lacks("a terminal", "terminals", "this backend gives programs pipes only yet")
 
 
 def _how(status: v.SandboxStatus | None) -> Exit:

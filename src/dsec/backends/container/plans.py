@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dsec.backends.base import Exit, Handle, Inside, ProcessInfo, ProgramStatus, RunPlan, StartPlan
 from dsec.model.processes import InputState, OutputPiece, Process
-from dsec.model.states import Capabilities, Capability, EndReason, Output, RunOutcome, Usage
+from dsec.model.states import Capabilities, Capability, EndReason, Output, Pressure, RunOutcome, Usage
 from dsec.wire import values as v
 
 NS: Final = 1e9
@@ -55,7 +55,7 @@ def run_start(sandbox_id: str, plan: RunPlan) -> v.RunStart:
     encode = os.fsencode
     talked_to: dict[str, Any] = {}
     kind = v.RunStart
-    if plan.stdin_open or plan.control or plan.spool_bytes:
+    if plan.stdin_open or plan.tty or plan.control or plan.spool_bytes:
         kind = v.TalkStart
         talked_to = {
             "stdin_open": plan.stdin_open,
@@ -122,7 +122,7 @@ def input_state(found: v.InputSize) -> InputState:
 def piece(stream: int, found: v.Piece) -> OutputPiece:
     """Kept output."""
     ended = found.state not in ("launching", "running")
-    return OutputPiece(stream=stream, offset=found.o, data=found.d, total=found.total, ended=ended)
+    return OutputPiece(stream=stream, offset=found.o, data=found.d, total=found.total, gap=found.gap, ended=ended)
 
 
 def status(found: v.RunStatus) -> ProgramStatus:
@@ -136,6 +136,7 @@ def status(found: v.RunStatus) -> ProgramStatus:
             memory_peak_bytes=used.memory_peak_bytes or used.max_rss_bytes,
         ),
         limits_hit=found.limits_hit,
+        met={"memory": found.met.memory, "pids": found.met.pids},
         totals=found.totals,
         input=None if found.input is None else input_state(found.input),
     )
@@ -196,7 +197,18 @@ def usage(found: v.SandboxUsage) -> Usage:
         memory_peak_bytes=found.memory_peak_bytes,
         disk_bytes=found.disk_bytes,
         pids=found.pids,
+        cpu_throttled_s=found.throttled_us / US,
+        memory_limit_hits=found.memory_max_events,
+        pressure=Pressure(
+            cpu_s=_seconds(found.pressure.cpu_us),
+            memory_s=_seconds(found.pressure.memory_us),
+            io_s=_seconds(found.pressure.io_us),
+        ),
     )
+
+
+def _seconds(us: int | None) -> float | None:
+    return None if us is None else us / US
 
 
 def capabilities(backend: str, probe: v.Probe) -> Capabilities:

@@ -43,9 +43,13 @@ def pairs(option: str, items: Sequence[str] | None) -> dict[str, str]:
 
 
 def switches(option: str, items: Sequence[str] | None) -> dict[str, bool]:
-    """`NAME=on` or `NAME=off` options as a dict."""
+    """`NAME=on` or `NAME=off` options as a dict; `none`, which is docker's word for it, is none of them."""
     words = {"on": True, "true": True, "off": False, "false": False}
-    found = {}
+    found: dict[str, bool] = {}
+    if list(items or ()) == ["none"]:
+        return found
+    if lone := [item for item in items or () if "=" not in item]:
+        raise InvalidSpec.field(option, lone[0], "NAME=on or NAME=off, or none alone")
     for name, value in pairs(option, items).items():
         if value not in words:
             raise InvalidSpec.field(option, f"{name}={value}", "NAME=on or NAME=off")

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from dsec.cli.commands.common import client
-from dsec.cli.terminal import safe
+from dsec.cli.terminal import safe, show_json_line
 
 if TYPE_CHECKING:
     import argparse
@@ -24,10 +24,11 @@ def events_options(parser: argparse.ArgumentParser) -> None:
 
 def events_command(args: argparse.Namespace) -> int:
     """Print events, one a line, as they come."""
-    import msgspec
-
     for event in client(args).get(args.sandbox).events(args.since, follow=args.follow):
-        print(msgspec.json.encode(event).decode() if args.json else line(event), flush=True)
+        if args.json:
+            show_json_line(event, flush=True)
+        else:
+            print(line(event), flush=True)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from dsec.cli.commands.common import client
 from dsec.cli.terminal import note, safe, size
-from dsec.model.errors import FileNotFound, InvalidSpec
+from dsec.model.errors import FileError, FileNotFound, InvalidSpec
 
 if TYPE_CHECKING:
     import argparse
@@ -33,8 +33,16 @@ def cp_options(parser: argparse.ArgumentParser) -> None:
 def cp_command(args: argparse.Namespace) -> int:
     """Copy a file or a directory with all below it, into a sandbox or out of one."""
     source, target = _split(args.source), _split(args.target)
+    try:
+        return _copy(args, source, target)
+    except FileError as error:
+        inside = (source or target or ("",))[0]
+        raise type(error)(f"{inside}: {error.message}", detail=error.detail) from error
+
+
+def _copy(args: argparse.Namespace, source: tuple[str, str] | None, target: tuple[str, str] | None) -> int:
     if (source is None) == (target is None):
-        raise InvalidSpec("one of the two is SANDBOX:PATH (./a:b for a local file with a colon)")
+        raise InvalidSpec("exactly one of the two must be SANDBOX:PATH (./a:b for a local file with a colon)")
     progress = _Progress(quiet=args.quiet)
     if target is not None:
         files = client(args).get(target[0]).files
@@ -58,7 +66,7 @@ def _into(files: Files, source: str, target: str, user: str | None, progress: _P
         return None
     local = Path(source)
     if not local.exists():
-        raise InvalidSpec.field("source", source, "a file or directory that is there")
+        raise InvalidSpec(f"no file or directory {source!r} on this machine", detail={"field": "source"})
     return files.upload(local, _remote(files, target, local.resolve().name, user), user=user, on_progress=progress.show)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dsec.sdk._sync.sandbox import Sandbox
     from dsec.sdk.values import Command, SpecFields
 
+_NO_WAITING: Final = "`spawn` of the SDK starts one that goes on by itself"
 _PIPED: Final = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
 
 
@@ -46,12 +47,13 @@ def _program_options(parser: argparse.ArgumentParser, required: bool, *, streams
         no_stdin = "give the program nothing to read, even from a pipe"
         parser.add_argument("--no-stdin", action="store_true", help=no_stdin)
         parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
-    parser.add_argument(
+    command = parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND" if required else "[COMMAND]",
         help="a program and its arguments; a single word with spaces is a shell command line",
     )
+    command.required = required  # as it is told when something is missing
 
 
 def run_options(parser: argparse.ArgumentParser) -> None:
@@ -61,20 +63,30 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", help="a base layer (default: debian:12)")
     parser.add_argument("--workspace", metavar="LAYER", help="a workspace layer")
     parser.add_argument("--toolkit", action="append", default=[], metavar="LAYER", help="a toolkit layer (repeatable)")
-    parser.add_argument("--cpu", type=float, default=limits.CPU_DEFAULT, help="cores (default: %(default)s)")
-    parser.add_argument("--memory-mib", type=int, default=limits.MEMORY_DEFAULT_MIB, help="(default: %(default)s)")
-    parser.add_argument("--disk-mib", type=int, default=limits.DISK_DEFAULT_MIB, help="(default: %(default)s)")
-    parser.add_argument("--pids", type=int, default=limits.PIDS_DEFAULT, help="(default: %(default)s)")
-    parser.add_argument("--idle-timeout-s", type=float, default=limits.IDLE_TIMEOUT_DEFAULT_S, metavar="S")
-    parser.add_argument("--lifetime-s", type=float, default=limits.LIFETIME_DEFAULT_S, metavar="S")
+    for name, kind, default, about in (
+        ("--cpu", float, limits.CPU_DEFAULT, "cores at most"),
+        ("--memory-mib", int, limits.MEMORY_DEFAULT_MIB, "memory at most"),
+        ("--disk-mib", int, limits.DISK_DEFAULT_MIB, "disk at most, for what it writes"),
+        ("--pids", int, limits.PIDS_DEFAULT, "processes and threads at most"),
+        ("--idle-timeout-s", float, limits.IDLE_TIMEOUT_DEFAULT_S, "it ends when nothing went on in it for so long"),
+        ("--lifetime-s", float, limits.LIFETIME_DEFAULT_S, "it ends then in any case"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{about} (default: %(default)s)")
     parser.add_argument("--wait-s", type=float, default=0.0, metavar="S", help="how long to wait for room")
-    parser.add_argument("--network", action="append", metavar="NAME=on|off", help="a mirror (repeatable); on: not yet")
+    about = "a mirror (repeatable); on: not yet; none: loopback only, the default"
+    parser.add_argument("--network", action="append", metavar="NAME=on|off", help=about)
     parser.add_argument("--name", help="a name for the sandbox")
     parser.add_argument("--job", help="the job it belongs to")
     parser.add_argument("--label", action="append", metavar="KEY=VALUE", help="(repeatable)")
     parser.add_argument("--keep", action="store_true", help="leave the sandbox running and print its id on stderr")
     parser.add_argument("-d", "--detach", action="store_true", help="only create it and print its id")
+    _talk_options(parser)
     _program_options(parser, required=False)
+
+
+def _talk_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-i", "--interactive", action="store_true", help="its input is ours as it comes, to any length")
+    parser.add_argument("-t", "--tty", action="store_true", help="in this terminal, as `dsec shell` (also: -it)")
 
 
 # Interpreters that wait for a person when they are called alone.
@@ -114,8 +126,8 @@ def advise(words: list[str], *, terminal: bool) -> None:
         note(f"dsec: {words[0]} is taken for the program; a layer is an option of `dsec run`: --base {words[0]}")
     if terminal and len(words) == 1 and words[0].rpartition("/")[2] in INTERACTIVE:
         note(
-            f"dsec: {words[0]} gets an empty input; `dsec shell NAME {words[0]}` gives it this terminal (`dsec run "
-            "--keep` or `-d` makes a sandbox for it)"
+            f"dsec: {words[0]} gets an empty input; `dsec run -it {words[0]}`, or in a sandbox that is there "
+            f"`dsec shell NAME {words[0]}`, gives it this terminal"
         )
 
 
@@ -126,26 +138,63 @@ def _terminal() -> bool:
 def run_command(args: argparse.Namespace) -> int:
     """Create a sandbox, run a program, stop it. The exit code is the program's."""
     command = command_of(args.command)
-    if command is None and not args.detach:
-        raise InvalidSpec("no program: give one to run (or --detach, to only create the sandbox)")
-    if command is not None and args.detach:
-        raise InvalidSpec("--detach only creates the sandbox, without a program: `dsec exec` runs one in it")
+    _check_together(command, args)
     sigterm_ends()
-    advise(args.command, terminal=_terminal())
-    stdin = None if args.detach else _stdin(args)
+    # Nobody else would stop the sandbox of a window that was closed.
+    signal_ends(signal.SIGHUP)
+    talks = args.interactive or args.tty
+    advise(args.command, terminal=_terminal() and not talks)
+    stdin = None if args.detach or talks else _stdin(args)
+    try:
+        sandbox = _create(client(args), args)
+    except InvalidSpec as error:
+        raise _not_started(error) from error
+    if args.detach:
+        print(sandbox.id)
+        return 0
     with ExitStack() as stack:
-        try:
-            sandbox = _create(client(args), args)
-        except InvalidSpec as error:
-            raise _not_started(error) from error
-        if args.detach:
-            print(sandbox.id)
-            return 0
         if args.keep:
             note(sandbox.id)
         else:
             stack.enter_context(sandbox)
+            # A closed window is told twice, by the kernel and by its shell: the second must not end us before the stop.
+            stack.callback(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+        if talks:
+            return _talk_in_its_own(sandbox, command, args, stack)
         return exit_code(_stream(sandbox, command, stdin, args, env=None))
+
+
+def _check_together(command: Command | None, args: argparse.Namespace) -> None:
+    if args.detach and (args.interactive or args.tty):
+        way = "`dsec shell SANDBOX` opens a shell in it"
+        raise InvalidSpec(f"--detach only creates the sandbox, so there is nothing for -i or -t to talk to: {way}")
+    if args.detach and command is not None:
+        way = f"`dsec exec` runs one in it and waits for it; {_NO_WAITING}"
+        raise InvalidSpec(f"--detach only creates the sandbox, without a program: {way}")
+    if command is None and not (args.detach or args.tty):
+        raise InvalidSpec("no program: give one to run (or -it for a shell, or --detach, to only create the sandbox)")
+    if args.tty:
+        from dsec.cli.commands.terminals import need_terminal
+
+        need_terminal("", instead="without -t `dsec run -i` is for pipes")
+
+
+def _talk_in_its_own(sandbox: Sandbox, command: Command | None, args: argparse.Namespace, stack: ExitStack) -> int:
+    """`stack` stops the sandbox, but not when its program was left, or is out of reach, with the way back to it."""
+    try:
+        if not args.tty:
+            assert command is not None, "was checked"
+            return _talk(sandbox, sandbox.id, command, args)
+        from dsec.cli.commands.terminals import in_terminal
+
+        code = in_terminal(sandbox, sandbox.id, command, args)
+    except NodeUnreachable:
+        stack.pop_all()
+        raise
+    if code is None:
+        stack.pop_all()
+        note(f"dsec: the sandbox lives on: `dsec stop {sandbox.id}` stops it")
+    return code or 0
 
 
 def _not_started(error: InvalidSpec) -> DsecError:
@@ -183,9 +232,15 @@ def _create(made: Client, args: argparse.Namespace) -> Sandbox:
 
 def exec_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec exec`."""
-    parser.add_argument("-i", "--interactive", action="store_true", help="its input is ours as it comes, to any length")
-    parser.add_argument("-t", "--tty", action="store_true", help="in this terminal, as `dsec shell`")
+    _talk_options(parser)
     add_program(parser, required=True)
+
+
+def exec_hint(words: list[str]) -> str:
+    """What to say of options that `dsec exec` does not have."""
+    if words[0] not in ("-d", "--detach"):
+        return ""
+    return f"; it waits for its program: {_NO_WAITING}, and so does `dsec exec -it`, which ^P ^Q leaves"
 
 
 def exec_command(args: argparse.Namespace) -> int:
@@ -197,17 +252,17 @@ def exec_command(args: argparse.Namespace) -> int:
         from dsec.cli.commands.terminals import in_terminal, need_terminal
 
         need_terminal(args.sandbox)
-        return in_terminal(client(args).get(args.sandbox), command, args)
+        return in_terminal(client(args).get(args.sandbox), args.sandbox, command, args) or 0
     sigterm_ends()
     advise(args.command, terminal=_terminal() and not args.interactive)
     if args.interactive:
-        return _talk(client(args).get(args.sandbox), command, args)
+        return _talk(client(args).get(args.sandbox), args.sandbox, command, args)
     stdin = _stdin(args)
     sandbox = client(args).get(args.sandbox)
     return exit_code(_stream(sandbox, command, stdin, args, env=pairs("env", args.env)))
 
 
-def _talk(sandbox: Sandbox, command: Command, args: argparse.Namespace) -> int:
+def _talk(sandbox: Sandbox, name: str, command: Command, args: argparse.Namespace) -> int:
     from dsec.cli.commands.terminals import streams
 
     process = sandbox.spawn(
@@ -217,12 +272,12 @@ def _talk(sandbox: Sandbox, command: Command, args: argparse.Namespace) -> int:
         user=args.user,
         stdin=not args.no_stdin,
         timeout_s=args.timeout_s,
-        key=args.key,
+        key=getattr(args, "key", None),
     )
     try:
         return streams(process, None if args.no_stdin else 0, raw=args.raw)
     except NodeUnreachable as error:
-        error.add_note(f"the program goes on: `dsec attach {args.sandbox} {process.id}` returns to it")
+        error.add_note(f"the program goes on: `dsec attach {name} {process.id}` returns to it")
         raise
     except BaseException:  # ^C, SIGTERM, whoever read our output has gone: as without -i
         with suppress(DsecError):
@@ -316,8 +371,14 @@ def piped() -> bool:
 
 def sigterm_ends() -> None:
     """SIGTERM ends us as ^C does: the program is killed and the sandbox stopped."""
+    signal_ends(signal.SIGTERM)
+
+
+def signal_ends(number: signal.Signals) -> None:
+    """So does this one, unless it is ignored (`nohup`)."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, end)

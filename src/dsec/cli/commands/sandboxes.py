@@ -114,6 +114,8 @@ def inspect_command(args: argparse.Namespace) -> int:
     """Everything about one sandbox, as JSON."""
     from collections import deque
 
+    from dsec.cli import findings
+
     sandbox = client(args).get(args.sandbox)
     info = sandbox._info
     about: dict[str, object] = {"sandbox": info}
@@ -122,9 +124,15 @@ def inspect_command(args: argparse.Namespace) -> int:
         about["limits"] = {name: getattr(info.spec, name) for name in LIMITS}
         moments = {name: getattr(info, name) for name in TIMES}
         about["times"] = {name: _iso(at) for name, at in moments.items() if at is not None}
-    if sandbox.state == "running":
-        about |= {"usage": sandbox.usage(), "processes": sandbox.processes()}
-    about["events"] = list(deque(sandbox.events(), EVENTS_SHOWN))
+    events = list(deque(sandbox.events(), EVENTS_SHOWN))
+    if info is not None and sandbox.state == "running":
+        usage, processes = sandbox.usage(), sandbox.processes()
+        found = findings.of_running(info, usage, list(processes)) + findings.of_devices(sandbox.files)
+        about["findings"] = found + findings.of_programs(info, events)
+        about |= {"usage": usage, "processes": processes}
+    elif info is not None and sandbox.state in ENDED:
+        about["findings"] = findings.of_ended(info, events)
+    about["events"] = events
     show_json(about)
     return 0
 

@@ -27,6 +27,8 @@ LOG_NAME: Final = "agent.log"
 # A first start may have to recover thousands of sandboxes.
 UP_TIMEOUT_S: Final = 60.0
 DOWN_TIMEOUT_S: Final = 30.0
+# An agent that does not answer is given so long to let go of its lock.
+DYING_S: Final = 5.0
 LOG_LINES_SHOWN: Final = 8
 WORDS_MAX_BYTES: Final = 1 << 20
 # The agent's: its standard error is a file of its own until it is up, and the log is its standard output.
@@ -78,7 +80,7 @@ def up_command(args: argparse.Namespace) -> int:
     _require_node()
     run_dir, state_dir = args.run_dir.absolute(), _state_dir(args)
     extra = args.agent[1:] if args.agent[:1] == ["--"] else args.agent
-    pid = read_lock(run_dir)
+    pid = _living(run_dir)
     if pid is not None:
         return _runs_already(pid, run_dir, args, extra)
     line = [sys.executable, "-m", "dsec.node", "--run-dir", str(run_dir), "--state-dir", str(state_dir), *extra]
@@ -100,6 +102,23 @@ def up_command(args: argparse.Namespace) -> int:
     if run_dir != Path(RUN_DIR):
         print(f"for other commands: export DSEC_RUN_DIR={run_dir}")
     return 0
+
+
+def _living(run_dir: Path) -> int | None:
+    """The pid of the agent that runs there. One that was killed a moment ago may have its lock still, and no more."""
+    from dsec.sdk._sync.client import Client
+
+    end = time.monotonic() + DYING_S
+    while (pid := read_lock(run_dir)) is not None and time.monotonic() < end:
+        try:
+            Client(f"unix://{run_dir}/api.sock").node()
+        except NodeUnreachable:
+            time.sleep(_POLL_S)
+        except Rejected:
+            break  # it answers, but not to us
+        else:
+            break
+    return pid
 
 
 def up_hint(words: list[str]) -> str:

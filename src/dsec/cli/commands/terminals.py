@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 # A login shell, as ssh gives one.
 _SHELL: Final = "if command -v bash >/dev/null 2>&1; then exec bash -l; else exec sh -l; fi"
+# A program is held back once its reader is so far behind: who stops a flood by ^C wants to see no more of it.
+SHELL_SPOOL_BYTES: Final = 128 << 10
 # What is shown of a terminal's output from before.
 _BEFORE_BYTES: Final = 8192
 _HANG_UP_S: Final = 3.0
-_NO_TERMINAL: Final = "standard input and output are no terminal; `dsec exec -i {} ...` is for pipes"
+_NO_TERMINAL: Final = "standard input and output are no terminal; {}"
 
 
 def shell_options(parser: argparse.ArgumentParser) -> None:
@@ -45,25 +47,35 @@ def shell_options(parser: argparse.ArgumentParser) -> None:
 def shell_command(args: argparse.Namespace) -> int:
     """A program of a sandbox in this terminal. The exit code is the program's."""
     need_terminal(args.sandbox)
-    return in_terminal(client(args).get(args.sandbox), command_of(args.command) or _SHELL, args)
+    return in_terminal(client(args).get(args.sandbox), args.sandbox, command_of(args.command), args) or 0
 
 
-def need_terminal(sandbox: str) -> None:
-    """Raises InvalidSpec where there is none."""
+def need_terminal(sandbox: str, *, instead: str = "`dsec exec -i {} ...` is for pipes") -> None:
+    """Raises InvalidSpec where there is none, with what to do instead."""
     if not (_is_terminal(0) and _is_terminal(1)):
-        raise InvalidSpec(_NO_TERMINAL.format(sandbox))
+        raise InvalidSpec(_NO_TERMINAL.format(instead.format(sandbox)))
 
 
-def in_terminal(sandbox: Sandbox, command: Command, args: argparse.Namespace) -> int:
-    """Start a program in a terminal of its own and bring the two together."""
+def in_terminal(sandbox: Sandbox, name: str, command: Command | None, args: argparse.Namespace) -> int | None:
+    """Start a program (None: a login shell) in a terminal of its own and bring the two together.
+
+    Its exit code; None: it was left by the keys for that. `name`: what its user calls the sandbox.
+    """
     from dsec.cli.rawtty import size
 
     env = {"TERM": os.environ.get("TERM", "xterm"), **pairs("env", args.env)}
     process = sandbox.spawn(
-        command, cwd=args.cwd, env=env, user=args.user, tty=size(0), timeout_s=args.timeout_s, key=args.key
+        _SHELL if command is None else command,
+        cwd=args.cwd,
+        env=env,
+        user=args.user,
+        tty=size(0),
+        timeout_s=args.timeout_s,
+        spool_bytes=SHELL_SPOOL_BYTES,
+        key=getattr(args, "key", None),
     )
     try:
-        return _join(process, args.sandbox, (0, 0), b"")
+        return _join(process, name, (0, 0), b"")
     except SystemExit:
         # Our terminal went, or we were told to end: so does the program's, as a window's shell does.
         _hang_up(process)
@@ -84,23 +96,31 @@ def _hang_up(process: Process) -> None:
 
 def attach_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec attach`."""
-    parser.add_argument("--no-stdin", action="store_true", help="only look; for a program without a terminal")
+    parser.add_argument("--no-stdin", action="store_true", help="only look: nothing is sent to it, and ^C leaves it")
     parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
     parser.add_argument("sandbox", help="id or name")
-    parser.add_argument("program", help="its id (`dsec ps SANDBOX`)")
+    parser.add_argument("program", nargs="?", help="its id (`dsec ps SANDBOX`; default: the newest spawned that runs)")
 
 
 def attach_command(args: argparse.Namespace) -> int:
     """The terminal, or the streams, of a program that runs. Leaving it does not end it."""
-    process = client(args).get(args.sandbox).process(args.program)
+    sandbox = client(args).get(args.sandbox)
+    process = sandbox.process(args.program or _newest(sandbox))
     info = process.info()
+    if info.state == "ended":
+        note(f"dsec: {process.id} has ended; what it has shown last:")
+    offsets = (0, 0)
     if info.tty:
-        need_terminal(args.sandbox)
+        if not args.no_stdin:
+            need_terminal(args.sandbox, instead=f"`dsec logs -f {{}} {process.id}` shows what it writes")
         at, before = process.stdout.located()
-        process_offsets = (at + len(before), 0)
-        return _join(process, args.sandbox, process_offsets, _end_of(before))
+        offsets = (at + len(before), 0)
+        if not args.no_stdin:
+            return _join(process, args.sandbox, offsets, _end_of(before)) or 0
+        offsets = (offsets[0] - len(_end_of(before)), 0)
+    elif info.state != "ended":
+        offsets = (_reached(process, 1), _reached(process, 2))
     sigterm_ends()
-    offsets = (_reached(process, 1), _reached(process, 2)) if info.state != "ended" else (0, 0)
     stdin = 0 if info.stdin and not args.no_stdin and (piped() or _is_terminal(0)) else None
     try:
         return streams(process, stdin, raw=args.raw, offsets=offsets)
@@ -121,7 +141,7 @@ def _end_of(before: bytes) -> bytes:
     return before[-_BEFORE_BYTES:].partition(b"\n")[2]
 
 
-def _join(process: Process, sandbox: str, offsets: tuple[int, int], before: bytes) -> int:
+def _join(process: Process, sandbox: str, offsets: tuple[int, int], before: bytes) -> int | None:
     from dsec.cli.rawtty import RawTerminal, size, write_all
     from dsec.cli.talk import Talk
 
@@ -144,7 +164,9 @@ def _join(process: Process, sandbox: str, offsets: tuple[int, int], before: byte
         raise
     if result is None:
         note(f"\ndsec: detached; {_way_back(sandbox, process)}")
-        return 0
+        return None
+    if result.cause != "exited":
+        note("")  # behind a prompt
     return exit_code(result)
 
 
@@ -203,6 +225,16 @@ def logs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs="?", help="its id (default: the newest spawned that runs)")
 
 
+def logs_hint(words: list[str]) -> str:
+    """What to say of options that `dsec logs` does not have."""
+    word = words[0].partition("=")[0]
+    if word in ("-n", "--tail", "--lines"):
+        return "; all that is kept is written: `dsec logs SANDBOX | tail -n 5` shows the end of it"
+    if word in ("-t", "--timestamps", "--since", "--until"):
+        return "; output is kept without times: what is to have them is written with them by its program"
+    return ""
+
+
 def logs_command(args: argparse.Namespace) -> int:
     """What a program has written and is kept."""
     sigterm_ends()
@@ -223,7 +255,9 @@ def logs_command(args: argparse.Namespace) -> int:
 def _newest(sandbox: Sandbox) -> str:
     spawned = [program for program in sandbox.processes().programs if program.kind == "spawn"]
     if not spawned:
-        raise NotFound("no spawned program runs in this sandbox; one that has ended is asked for by its id")
+        hint = "one that has ended is asked for by its id (`dsec events` lists them)"
+        hint += "; a session's output is in the results of its commands"
+        raise NotFound(f"no spawned program runs in this sandbox; {hint}")
     return max(spawned, key=lambda program: (program.started_at, program.step)).id
 
 

@@ -1,4 +1,4 @@
-"""Who may ask: peers of the Unix socket by their uid, everybody else by a bearer token."""
+"""Who may ask: peers of the Unix socket by their uid, everybody else by a bearer token; and no web page."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Protocol
 
-from dsec.model.errors import Unauthenticated
+from dsec.model.errors import Denied, Unauthenticated
 from dsec.node.store import write_whole
 
 KEY_BYTES: Final = 32
 NAME_MAX: Final = 64
+SHOWN_MAX: Final = 100  # of a header that is refused
 SHOWN_DIGITS: Final = 8  # of the hash of a key without a name
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
 _ucred = struct.Struct("3i")
@@ -36,6 +38,51 @@ class PeerGuard:
 
     def check(self, headers: Mapping[bytes, bytes], peer: str) -> str:
         return peer
+
+
+class Pages:
+    """Web pages, whose browser reaches all that its machine does: their requests are refused, unless they are ours.
+
+    A browser says with each request that changes something, and with each WebSocket, from which page it is (`Origin`).
+    What it only reads from another site it shows to no page; but a page may have its own name point here, and is of the
+    same site then: the name it has asked for is in `Host`. A key that a page has guessed would change nothing of it,
+    and a Unix socket that somebody has made a port of (`socat`) asks for none.
+    """
+
+    def __init__(self, origins: Collection[str] = (), *, names: bool = False) -> None:
+        """`origins`: those that are ours; `names`: the listener can be reached by a name that is anybody's."""
+        self._origins = frozenset(origin.encode() for origin in origins)
+        self._hosts = frozenset(origin.partition(b"://")[2] for origin in self._origins)
+        self._names = names
+
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises Denied."""
+        origin = headers.get(b"origin")
+        if origin is not None and origin.lower() not in self._origins:
+            raise _foreign("Origin", origin, "requests of web pages are refused")
+        if self._names:
+            host = headers.get(b"host")
+            if host is not None and not self._ours(host.lower()):
+                raise _foreign("Host", host, "a name that is not known may be any web page's")
+
+    def _ours(self, host: bytes) -> bool:
+        # What stands in most requests is an address: no name that somebody could point here.
+        name = host.rpartition(b":")[0] if not host.endswith(b"]") and b":" in host else host
+        if name == b"localhost" or host in self._hosts:
+            return True
+        try:
+            ip_address(name.strip(b"[]").decode("latin-1"))
+        except ValueError:
+            return False
+        return True
+
+
+def _foreign(header: str, value: bytes, why: str) -> Denied:
+    shown = value.decode("latin-1")[:SHOWN_MAX]
+    return Denied(
+        f"{header}: {shown}: {why}; the agent's option --origin names where pages and proxies that may ask are served",
+        detail={"header": header},
+    )
 
 
 def peer_uid(sock: socket.socket) -> int:

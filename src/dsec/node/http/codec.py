@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
+_encode_into = msgspec.msgpack.Encoder().encode_into
 _length = struct.Struct(">I")
 
 
@@ -55,11 +56,13 @@ class Codec:
         raise InvalidSpec.field("Content-Type", shown, "application/json or application/msgpack")
 
 
-def encode_item(item: object, msgpack: bool) -> bytes:
+def encode_item(item: object, msgpack: bool) -> bytes | bytearray:
     """One item of a stream."""
     if msgpack:
-        body = encode_msgpack(item)
-        return _length.pack(len(body)) + body
+        body = bytearray(_length.size)
+        _encode_into(item, body, _length.size)
+        _length.pack_into(body, 0, len(body) - _length.size)
+        return body
     return encode_json(item) + b"\n"
 
 

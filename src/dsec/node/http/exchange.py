@@ -12,6 +12,7 @@ from typing import Any, Final
 from dsec.model.errors import DsecError, InvalidSpec, Unavailable
 from dsec.model.limits import REQUEST_MAX_BYTES
 from dsec.node.http import codec
+from dsec.node.http.bodies import SMALL_BYTES, Bodies, Room
 from dsec.node.steps import WireError
 
 Message = MutableMapping[str, Any]
@@ -25,13 +26,16 @@ HEARTBEAT_S: Final = 5.0
 _PREFIX: Final = f"r-{secrets.token_hex(6)}-"
 _counter = itertools.count(1)
 
-_WANTED: Final = frozenset((b"content-type", b"content-length", b"accept", b"idempotency-key", b"authorization"))
+_WANTED: Final = frozenset(
+    (b"content-type", b"content-length", b"accept", b"idempotency-key", b"authorization", b"origin", b"host")
+)
 
 
 class Exchange:
     """A request being answered."""
 
     __slots__ = (
+        "_bodies",
         "_receive",
         "_send",
         "_sending",
@@ -47,7 +51,8 @@ class Exchange:
         "started",
     )
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send, bodies: Bodies) -> None:
+        self._bodies = bodies
         self._receive = receive
         self._send = send
         self._sending = asyncio.Lock()
@@ -74,24 +79,39 @@ class Exchange:
         return None if key is None else key.decode("latin-1")
 
     async def body(self) -> bytes:
-        """The whole body. Raises InvalidSpec when it is too large."""
+        """The whole body. Raises InvalidSpec when it is too large, Unavailable when there is no room for it."""
         length = self.headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 12 or int(length) > REQUEST_MAX_BYTES:
             raise _too_large()
-        message = await self._receive()
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body"):
-            return body
-        parts, size = [body], len(body)
-        while message.get("more_body"):
+        parts: list[bytes] = []
+        if int(length) > SMALL_BYTES:
+            async with self._bodies.room(int(length)) as room:
+                await self._take(parts, REQUEST_MAX_BYTES, room)
+                return b"".join(parts)
+        if not await self._take(parts, SMALL_BYTES):
+            # Chunked: nobody says how much more there is.
+            async with self._bodies.room(REQUEST_MAX_BYTES) as room:
+                await self._take(parts, REQUEST_MAX_BYTES, room)
+                return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _take(self, parts: list[bytes], until: int, room: Room | None = None) -> bool:
+        """Of the body; whether that was its end, else it is larger than `until`."""
+        size = sum(map(len, parts))
+        while True:
             message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Vanished
             parts.append(message.get("body", b""))
             size += len(parts[-1])
+            if room is not None:
+                room.more(len(parts[-1]))
             if size > REQUEST_MAX_BYTES:
                 raise _too_large()
-        if message["type"] == "http.disconnect":
-            raise Vanished
-        return b"".join(parts)
+            if not message.get("more_body"):
+                return True
+            if size > until:
+                return False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises BodyCut when the client leaves before its end."""

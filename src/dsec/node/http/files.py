@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from dsec.backends.base import Piece
 from dsec.model.errors import InvalidSpec
-from dsec.model.files import Entry, FileEvent, Listing, TreeReport
+from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
+from dsec.node import files as calls
 from dsec.node.agent import Node
 from dsec.node.http import codec
 from dsec.node.http.codec import flag, number, one, path
@@ -17,6 +18,8 @@ from dsec.node.http.exchange import Exchange
 from dsec.node.http.route import Route, S
 from dsec.node.http.streams import until
 from dsec.node.steps import WireError
+
+T = TypeVar("T")
 
 OCTETS = b"application/octet-stream"
 TAR = b"application/x-tar"
@@ -67,71 +70,51 @@ async def read_file(node: Node, ex: Exchange, _: None) -> None:
     await ex.finish()
 
 
+async def _do(node: Node, ex: Exchange, call: calls.Call[T]) -> None:
+    done = await node.files.do(ex.params[0], call, user=one(ex.fields, "user"), key=ex.key)
+    await ex.reply(200, Removed() if done is None else done)
+
+
 async def write_file(node: Node, ex: Exchange, _: None) -> None:
-    entry = await node.files.write(
-        ex.params[0],
-        path(ex.fields, "path"),
-        ex.pieces(),
-        mode=_mode(ex),
-        parents=flag(ex.fields, "parents"),
-        exclusive=flag(ex.fields, "exclusive"),
-        user=one(ex.fields, "user"),
-        key=ex.key,
-    )
-    await ex.reply(200, entry)
+    parents, exclusive = flag(ex.fields, "parents"), flag(ex.fields, "exclusive")
+    where = path(ex.fields, "path")
+    await _do(node, ex, calls.write(where, ex.pieces(), mode=_mode(ex), parents=parents, exclusive=exclusive))
 
 
 async def append_file(node: Node, ex: Exchange, _: None) -> None:
-    entry = await node.files.append(
-        ex.params[0],
-        path(ex.fields, "path"),
-        ex.pieces(),
-        mode=_mode(ex),
-        parents=flag(ex.fields, "parents"),
-        user=one(ex.fields, "user"),
-        key=ex.key,
-    )
-    await ex.reply(200, entry)
+    where, parents = path(ex.fields, "path"), flag(ex.fields, "parents")
+    await _do(node, ex, calls.append(where, ex.pieces(), mode=_mode(ex), parents=parents))
 
 
 async def stat_file(node: Node, ex: Exchange, _: None) -> None:
     follow = "follow" not in ex.fields or flag(ex.fields, "follow")
-    user = one(ex.fields, "user")
-    await ex.reply(200, await node.files.stat(ex.params[0], path(ex.fields, "path"), follow=follow, user=user))
+    await _do(node, ex, calls.stat(path(ex.fields, "path"), follow=follow))
 
 
 async def list_files(node: Node, ex: Exchange, _: None) -> None:
     limit = number(ex.fields, "limit", 0, int) if "limit" in ex.fields else None
     cursor = path(ex.fields, "cursor") if "cursor" in ex.fields else None
-    user = one(ex.fields, "user")
-    found = await node.files.list(ex.params[0], path(ex.fields, "path"), cursor=cursor, limit=limit, user=user)
-    await ex.reply(200, found)
+    await _do(node, ex, calls.listing(path(ex.fields, "path"), cursor=cursor, limit=limit))
 
 
 async def make_directory(node: Node, ex: Exchange, _: None) -> None:
-    parents, user = flag(ex.fields, "parents"), one(ex.fields, "user")
-    where = path(ex.fields, "path")
-    made = await node.files.mkdir(ex.params[0], where, parents=parents, mode=_mode(ex), user=user, key=ex.key)
-    await ex.reply(200, made)
+    await _do(node, ex, calls.mkdir(path(ex.fields, "path"), parents=flag(ex.fields, "parents"), mode=_mode(ex)))
 
 
 async def remove_file(node: Node, ex: Exchange, _: None) -> None:
-    recursive, user = flag(ex.fields, "recursive"), one(ex.fields, "user")
-    await node.files.remove(ex.params[0], path(ex.fields, "path"), recursive=recursive, user=user, key=ex.key)
-    await ex.reply(200, Removed())
+    await _do(node, ex, calls.remove(path(ex.fields, "path"), recursive=flag(ex.fields, "recursive")))
 
 
 async def move_file(node: Node, ex: Exchange, _: None) -> None:
     source, target = path(ex.fields, "source"), path(ex.fields, "target")
-    replace, user = flag(ex.fields, "replace"), one(ex.fields, "user")
-    await ex.reply(200, await node.files.move(ex.params[0], source, target, replace=replace, user=user, key=ex.key))
+    await _do(node, ex, calls.move(source, target, replace=flag(ex.fields, "replace")))
 
 
 async def change_mode(node: Node, ex: Exchange, _: None) -> None:
-    mode, user = _mode(ex), one(ex.fields, "user")
+    mode = _mode(ex)
     if mode is None:
         raise InvalidSpec.field("mode", None, "permission bits in octal")
-    await ex.reply(200, await node.files.chmod(ex.params[0], path(ex.fields, "path"), mode, user=user, key=ex.key))
+    await _do(node, ex, calls.chmod(path(ex.fields, "path"), mode))
 
 
 async def read_tree(node: Node, ex: Exchange, _: None) -> None:
@@ -153,16 +136,8 @@ async def read_tree(node: Node, ex: Exchange, _: None) -> None:
 
 
 async def write_tree(node: Node, ex: Exchange, _: None) -> None:
-    report = await node.files.tree_in(
-        ex.params[0],
-        path(ex.fields, "path"),
-        ex.pieces(),
-        parents=flag(ex.fields, "parents"),
-        owners=flag(ex.fields, "owners"),
-        user=one(ex.fields, "user"),
-        key=ex.key,
-    )
-    await ex.reply(200, report)
+    parents, owners = flag(ex.fields, "parents"), flag(ex.fields, "owners")
+    await _do(node, ex, calls.tree_in(path(ex.fields, "path"), ex.pieces(), parents=parents, owners=owners))
 
 
 async def watch_files(node: Node, ex: Exchange, _: None) -> None:
@@ -222,7 +197,7 @@ FILE_ROUTES: tuple[Route, ...] = (
         write_file,
         "Write a whole file",
         octets_in=_OCTETS,
-        answer=Entry,
+        answer=Written,
         query=(_PATH, ("mode", str), ("parents", _FLAG), ("exclusive", _FLAG), _USER),
         keyed=True,
     ),

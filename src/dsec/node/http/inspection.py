@@ -1,4 +1,4 @@
-"""What happened to a sandbox."""
+"""What happened to a sandbox, and to its files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from dsec.model.events import Event
+from dsec.model.files import DiffReport, FileChange
 from dsec.node.agent import Node
-from dsec.node.http.codec import flag, number
+from dsec.node.http.codec import flag, number, path
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.route import Route, S
 from dsec.node.http.streams import next_or_none, until
@@ -47,6 +48,34 @@ async def events(node: Node, ex: Exchange, _: None) -> None:
             step.cancel()
 
 
+class DiffItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One item of a diff: some changes, or at its end how many there were."""
+
+    changes: tuple[FileChange, ...] = ()
+    report: DiffReport | None = None
+    error: WireError | None = None
+
+
+async def diff(node: Node, ex: Exchange, _: None) -> None:
+    """A client that reads slowly holds up the helper; one that leaves ends it."""
+
+    async def sink(changes: tuple[FileChange, ...]) -> None:
+        await ex.item({"changes": changes})
+
+    limit = number(ex.fields, "limit", 0, int) if "limit" in ex.fields else None
+    where = path(ex.fields, "path") if "path" in ex.fields else b"/"
+    telling = asyncio.ensure_future(node.files.diff(ex.params[0], where, sink, limit=limit))
+    gone = asyncio.ensure_future(ex.gone())
+    try:
+        if not await until(ex, gone, (telling,)):
+            return
+        await ex.item({"report": telling.result()})
+        await ex.finish()
+    finally:
+        telling.cancel()
+        gone.cancel()
+
+
 INSPECTION_ROUTES: tuple[Route, ...] = (
     Route(
         "GET",
@@ -55,5 +84,13 @@ INSPECTION_ROUTES: tuple[Route, ...] = (
         "What happened to it; with follow=1 also what will",
         item=EventItem,
         query=(("since", int), ("follow", Literal["0", "1"])),
+    ),
+    Route(
+        "GET",
+        f"{S}/{{ref}}/diff",
+        diff,
+        "What of its files is not as in its layers",
+        item=DiffItem,
+        query=(("path", bytes), ("limit", int)),
     ),
 )

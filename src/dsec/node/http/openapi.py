@@ -12,8 +12,10 @@ import msgspec
 from dsec.model.limits import KEY_MAX_CHARS
 from dsec.node.agent import VERSION
 from dsec.node.http.route import Route
-from dsec.node.http.routes import ROUTES
+from dsec.node.http.routes import ROUTES as ALL_ROUTES
 from dsec.node.steps import WireError
+
+ROUTES = tuple(route for route in ALL_ROUTES if not route.socket)
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"

@@ -154,7 +154,7 @@ class OutputStream(Reader):
 
 
 class RawOutput(Reader):
-    """One stream, as bytes. What cannot be given without a gap is cut off instead."""
+    """One stream, as bytes without a gap: from behind the last one on."""
 
     def __init__(self, node: Node, ex: Exchange, stream: int) -> None:
         super().__init__(node, ex)
@@ -175,16 +175,28 @@ class RawOutput(Reader):
             offsets = (self.offset, other.total) if self.stream == 1 else (other.total, self.offset)
             if not await self.along(offsets):
                 return
-        await self.kept(self.stream, self.offset)
-        if self.follow:
+            await self.kept(self.stream, self.offset)
             await self.node.programs.wait(self.ref, self.id, 0)  # no end is better than one that is not known
+        else:
+            await self._now(first.total)
         await self.ex.finish()
+
+    async def _now(self, total: int) -> None:
+        """What there was when it was asked for; less where the program has written over it since."""
+        while self.offset < total:
+            piece = await self.node.programs.read(self.ref, self.id, self.stream, self.offset)
+            if not piece.data or piece.offset != self.offset:
+                return
+            await self.sink(self.stream, piece.offset, piece.data[: total - piece.offset])
 
     async def _first(self) -> OutputPiece:
         if self.offset < 0:
             raise InvalidSpec.field("offset", self.offset, "0 or more")
         await self.node.programs.find(self.ref, self.id)
-        return await self.node.programs.read(self.ref, self.id, self.stream, self.offset)
+        piece = await self.node.programs.read(self.ref, self.id, self.stream, self.offset)
+        while piece.gap is not None:
+            piece = await self.node.programs.read(self.ref, self.id, self.stream, piece.gap)
+        return piece
 
     async def sink(self, stream: int, offset: int, data: bytes) -> None:
         if stream != self.stream:

@@ -32,3 +32,4 @@ class Route:
     body_optional: bool = False
     octets_in: str = ""  # the media type of a body that is taken as it comes
     octets_out: str = ""  # the media type of an answer that is bytes
+    socket: bool = False  # a WebSocket, which OpenAPI has no words for: docs/reference/http-api.md has

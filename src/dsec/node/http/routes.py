@@ -12,6 +12,7 @@ from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import Capabilities, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
 from dsec.node.agent import VERSION, Node, Page, Query
 from dsec.node.http import codec, streams
+from dsec.node.http.attach import attach
 from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import FILE_ROUTES
@@ -216,7 +217,8 @@ async def document(node: Node, ex: Exchange, _: None) -> None:
 
 
 _LIST_QUERY = (("label", list[str]), ("job", str), ("state", list[str]), ("limit", int), ("cursor", str))
-_RUN_QUERY = (("stream", Literal["0", "1"]), ("stdout_offset", int), ("stderr_offset", int))
+_OFFSETS_QUERY = (("stdout_offset", int), ("stderr_offset", int))
+_RUN_QUERY = (("stream", Literal["0", "1"]), *_OFFSETS_QUERY)
 
 ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/health", health, "Whether the node answers", answer=Health, open=True),
@@ -242,6 +244,14 @@ ROUTES: tuple[Route, ...] = (
         keyed=True,
     ),
     *PROGRAM_ROUTES,
+    Route(
+        "GET",
+        f"{S}/{{ref}}/processes/{{id}}/attach",
+        attach,
+        "Output, input and the rest over one WebSocket",
+        query=(*_OFFSETS_QUERY, ("lossy", Literal["0", "1"]), ("silence_s", float)),
+        socket=True,
+    ),
     *session_routes(_RUN_QUERY),
     Route(
         "POST",

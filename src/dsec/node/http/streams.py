@@ -176,7 +176,8 @@ async def batch(exchange: Exchange, items: AsyncIterator[tuple[int, Answer]]) ->
             index, answer = item
             if isinstance(answer, DsecError):
                 counts["failed"] += 1
-                await exchange.item({"index": index, "error": WireError.of(answer)})
+                error = msgspec.structs.replace(WireError.of(answer), request_id=exchange.request_id)
+                await exchange.item({"index": index, "error": error})
             else:
                 counts["created"] += 1
                 sandbox = msgspec.Raw(answer) if exchange.msgpack else decode_info(answer)

@@ -20,11 +20,13 @@ from dsec.sdk._async.layers import AsyncLayers
 from dsec.sdk._async.net import finish
 from dsec.sdk._async.sandbox import AsyncSandbox
 from dsec.sdk._async.transport import AsyncTransport
+from dsec.sdk.keywords import explained
 from dsec.sdk.target import ENV_KEY, default_url, parse
 
 _SANDBOXES: Final = "/v1/sandboxes"
 
 
+@explained
 class AsyncClient:
     """A connection to a node or gateway.
 
@@ -159,6 +161,7 @@ class _Stopped(msgspec.Struct):
     stopped: int = 0
 
 
+@explained
 class AsyncJob:
     """All sandboxes with one `job`."""
 

@@ -12,6 +12,7 @@ from dsec.model.states import LayerInfo
 from dsec.sdk import codec
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 
 class _Page(msgspec.Struct):
@@ -22,6 +23,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class AsyncLayers:
     """`client.layers`: the read-only layers sandboxes are put together from."""
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dsec.sdk.http1 import Broken
+from dsec.sdk.keywords import called
 from dsec.sdk.options import Tcp, Unix, address, tls_context, tune
 from dsec.sdk.target import Target
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 # For what one handle does for several tasks, one after the other.
 AsyncLock = asyncio.Lock
+AsyncCondition = asyncio.Condition
 
 
 class AsyncConn(asyncio.Protocol):
@@ -35,7 +37,8 @@ class AsyncConn(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._received: deque[bytes] = deque()
+        self._waiting = 0  # bytes of it
         self._ended = False
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -49,8 +52,9 @@ class AsyncConn(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        if len(self._received) > BUFFER_MAX_BYTES and self._transport is not None:
+        self._received.append(data)
+        self._waiting += len(data)
+        if self._waiting > BUFFER_MAX_BYTES and self._transport is not None:
             self._transport.pause_reading()
         _wake(self._reader)
 
@@ -99,9 +103,10 @@ class AsyncConn(asyncio.Protocol):
                 self._reader = None
         if not self._received and self._error is not None:
             raise Broken(f"receiving failed: {self._error}") from self._error
-        data = bytes(self._received)
-        self._received.clear()
-        if self._transport is not None and not self._ended and len(data) > BUFFER_MAX_BYTES:
+        data = self._received.popleft() if self._received else b""
+        full = self._waiting > BUFFER_MAX_BYTES
+        self._waiting -= len(data)
+        if full and self._transport is not None and not self._ended and self._waiting <= BUFFER_MAX_BYTES:
             self._transport.resume_reading()
         return data
 
@@ -224,7 +229,7 @@ async def finish(work: Awaitable[object], timeout_s: float) -> None:
 
 async def output(on_output: Callable[[int, bytes], Any], stream: int, data: bytes) -> None:
     """Hand output to the caller, who may be a coroutine function."""
-    answer = on_output(stream, data)
+    answer = called(on_output, stream, data)
     if hasattr(answer, "__await__"):
         await answer
 

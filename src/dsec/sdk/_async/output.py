@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from dsec.model.errors import NodeUnreachable
+from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
 from dsec.sdk import codec
 from dsec.sdk._async.net import sleep
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
+
+if TYPE_CHECKING:
+    from dsec.sdk._async.socket import AsyncSocket
 
 
 class AsyncFollow:
@@ -43,7 +47,7 @@ class AsyncFollow:
         # Told when the connection is lost (True) and when it is there again (False).
         self._on_broken = on_broken
         self._broken = False
-        self._items: AsyncItems | None = None
+        self._items: AsyncItems | AsyncSocket | None = None
         self._retry: AsyncRetry | None = None
         self._over = False
 
@@ -54,6 +58,8 @@ class AsyncFollow:
         while not self._over:
             item = await self._item()
             if item.stream is not None and (data := self._new(item.stream, item.offset, item.data)):
+                if self._retry is not None:
+                    self._retry.went_on()
                 return item.stream, data
             if item.error is not None:
                 self.close()
@@ -86,7 +92,7 @@ class AsyncFollow:
         while True:
             try:
                 if self._items is None:
-                    self._items = await self._transport.stream("GET", self._path())
+                    self._items = await self._open()
                 item = await self._items.next(OutputItem)
                 self._tell(broken=False)
                 return item
@@ -107,6 +113,26 @@ class AsyncFollow:
         except NodeUnreachable:
             self._retry = None  # who goes on all the same has all the tries again
             raise
+
+    async def _open(self) -> AsyncItems | AsyncSocket:
+        if self._wait and self._transport.sockets:
+            try:
+                return await self._connect()
+            except Unsupported as error:
+                # What lies between us and the server lets no WebSocket through: it was asked a plain GET.
+                if error.detail.get("mechanism") != "WebSocket":
+                    raise
+                self._transport.sockets = False
+        return await self._transport.stream("GET", self._path())
+
+    async def _connect(self) -> AsyncSocket:
+        # Imported here: what it needs costs a command's start some milliseconds.
+        from dsec.sdk._async.socket import SILENCE_S, connect
+
+        query = codec.query(
+            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], lossy=self._lossy, silence_s=SILENCE_S
+        )
+        return await connect(self._transport, self._program, query)
 
     def _path(self) -> str:
         query = codec.query(
@@ -200,6 +226,7 @@ class AsyncReader:
         self._follow.close()
 
 
+@explained
 class AsyncOutput:
     """One output stream of a program. Iterating it reads from the first byte that is kept; each iteration is a reader
     of its own, and none takes bytes from another."""
@@ -217,12 +244,8 @@ class AsyncOutput:
         offsets = (offset, 0) if self._stream == 1 else (0, offset)
         return AsyncReader(AsyncFollow(self._transport, self._program, offsets, lossy=lossy), self._stream)
 
-    async def read(self, offset: int = 0) -> bytes:
-        """What is kept now, from an offset on, without waiting for more."""
-        return (await self.located(offset))[1]
-
     async def located(self, offset: int = 0) -> tuple[int, bytes]:
-        """As `read`, with the offset of the first byte, which is later than asked for where that is not kept."""
+        """The offset and the bytes of what is kept now from `offset` on, or from later where that is not kept."""
         retry = AsyncRetry(self._transport)
         path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:

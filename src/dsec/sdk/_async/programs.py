@@ -27,8 +27,10 @@ from dsec.sdk._async.net import AsyncLock, finish, sleep
 from dsec.sdk._async.output import AsyncFollow, AsyncOutput
 from dsec.sdk._async.transport import AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
+    from dsec.sdk._async.attach import AsyncAttachment
     from dsec.sdk._async.client import AsyncClient
 
 _EMPTY: Final = codec.encode({})
@@ -42,6 +44,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class AsyncInput:
     """The standard input of a program.
 
@@ -137,10 +140,12 @@ class AsyncInput:
         return await self._transport.call("POST", path, InputState, body=data, media=codec.OCTETS)
 
 
+@explained
 class AsyncProcess:
     """A handle on a program that a call has started; `spawn` and `process` give it.
 
-    Leaving it as a context manager kills the program. It pickles to the URL, the sandbox and its id.
+    Leaving it as a context manager kills the program with all it has started. It pickles to the URL, the sandbox and
+    its id.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class AsyncProcess:
 
     async def output(self, offset: int = 0, *, stream: int = 1) -> bytes:
         """What is kept of stdout (`stream=2`: stderr) now, from an offset on, without waiting for more."""
-        return await (self.stderr if stream == 2 else self.stdout).read(offset)
+        return (await (self.stderr if stream == 2 else self.stdout).located(offset))[1]
 
     def follow(
         self,
@@ -196,6 +201,18 @@ class AsyncProcess:
         `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
         """
         return AsyncFollow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
+
+    def attach(
+        self,
+        offsets: tuple[int, int] = (0, 0),
+        *,
+        lossy: bool = False,
+        on_broken: Callable[[bool], object] | None = None,
+    ) -> AsyncAttachment:
+        """As `follow`, and its input, its terminal's size and signals for it over the same connection."""
+        from dsec.sdk._async.attach import AsyncAttachment  # few need it, and what it needs
+
+        return AsyncAttachment(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
 
     async def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""
@@ -221,11 +238,14 @@ class AsyncProcess:
         await self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the program itself."""
-        await self._kill({"signal": int(number)})
+        """Send a signal, `signal.SIGTERM` or another number, to the program itself. InvalidSpec: it is none.
+
+        After its end nothing happens, also to what it has left behind: `kill` ends that.
+        """
+        await self._kill({"signal": programs.signal_number(number)})
 
     async def kill(self) -> None:
-        """Kill it with all it has started."""
+        """Kill it with all it has started; after its end, what it has left behind."""
         await self._kill({})
 
     async def _kill(self, body: dict[str, int]) -> None:

@@ -98,7 +98,7 @@ class AsyncRun:
             try:
                 items = await self._open()
                 try:
-                    return await self._follow(items)
+                    return await self._follow(items, retry)
                 finally:
                     items.close()
             except Broken as error:
@@ -111,20 +111,21 @@ class AsyncRun:
         path = f"{self._call}?stream=1{offsets if any(self._offsets.values()) else ''}"
         return await self._transport.stream("POST", path, body=self._body, key=self._key)
 
-    async def _follow(self, items: AsyncItems) -> RunResult:
+    async def _follow(self, items: AsyncItems, retry: AsyncRetry) -> RunResult:
         while True:
             item = await items.next(codec.RunItem)
             if item.started is not None:
                 self._process = item.started
-            if item.stream is not None:
-                await self._hand_out(item.stream, item.offset, item.data)
+            if item.stream is not None and await self._hand_out(item.stream, item.offset, item.data):
+                retry.went_on()
             if item.error is not None:
                 raise item.error.error()
             if item.result is not None:
                 await items.drain()
                 return item.result
 
-    async def _hand_out(self, stream: int, offset: int, data: bytes) -> None:
+    async def _hand_out(self, stream: int, offset: int, data: bytes) -> bool:
+        """Whether any of it is new."""
         if stream not in self._offsets:
             raise Garbage(f"output of stream {stream}")
         seen = self._offsets[stream]
@@ -132,11 +133,12 @@ class AsyncRun:
         new = data[max(seen - offset, 0) :]
         self._offsets[stream] = max(seen, offset + len(data))
         if not new or self._on_output is None:
-            return
+            return bool(new)
         try:
             await output(self._on_output, stream, new)
         except Exception as error:  # the caller's code: anything
             raise _Interrupted(error) from error
+        return True
 
     async def _give_up(self, error: BaseException) -> None:
         """Kill the program before the caller's error goes on; a failure to do so is added to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from types import TracebackType
@@ -13,9 +14,11 @@ from dsec.model.ids import new_key
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._async.run import AsyncRun
+from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
+    from dsec.sdk._async.diff import AsyncDiff
     from dsec.sdk._async.events import AsyncEvents
     from dsec.sdk._async.files import AsyncFiles
     from dsec.sdk._async.programs import AsyncProcess
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from dsec.sdk.programs import ProcessList, TerminalSize
 
 
+@explained
 class AsyncSandbox:
     """A handle on one sandbox. As a context manager it stops the sandbox at the end.
 
@@ -134,13 +138,15 @@ class AsyncSandbox:
         tty: TerminalSize = False,
         keepalive: bool = True,
         timeout_s: float | None = None,
+        spool_bytes: int = limits.SPOOL_BYTES,
         key: str | None = None,
     ) -> AsyncProcess:
         """Start a program and do not wait for it; the handle talks to it. `command` and the like as for `run`.
 
         It goes on without its caller, until it ends, is killed, its `timeout_s` is over, or the sandbox ends.
         `stdin`: its input stays open until `p.stdin.close()`; else it is empty. `tty`: it gets a terminal, 24 x 80 or
-        `(rows, cols)`. `keepalive=False`: the sandbox is idle though it lives. ProgramNotStarted as for `run`.
+        `(rows, cols)`. `keepalive=False`: the sandbox is idle though it lives. `spool_bytes`: so much of the newest
+        output of each stream stays readable, on the node's disk: NodeDiskFull. ProgramNotStarted as for `run`.
         `key`: whoever calls again with the same key and content gets the same program.
         """
         from dsec.sdk import programs
@@ -155,6 +161,7 @@ class AsyncSandbox:
             tty=tty,
             keepalive=keepalive,
             timeout_s=timeout_s,
+            spool_bytes=spool_bytes,
         )
         return await spawn(self._client, self._id, spec, key)
 
@@ -208,6 +215,19 @@ class AsyncSandbox:
         from dsec.sdk._async.events import AsyncEvents  # not loaded for those who only run programs
 
         return AsyncEvents(self._client.transport, self._path, since, follow)
+
+    def diff(self, path: str | bytes | os.PathLike[str] = "/", *, limit: int | None = None) -> AsyncDiff:
+        """What at `path` and below is not as it was in its layers: iterate over it.
+
+        Each path that was added, changed or deleted is told once, by what it is now and was then, whatever happened in
+        between and whoever may read it. Not told: what is mounted inside (`/proc`, `/sys`, `/dev`, `/etc/hosts` and the
+        like), and the times of directories. FileNotFound: nothing is there and nothing was. No link is followed.
+        `limit`: no more changes than this (`report.more` says whether there are); without one Exhausted is raised after
+        a million.
+        """
+        from dsec.sdk._async.diff import AsyncDiff  # not loaded for those who only run programs
+
+        return AsyncDiff(self._client.transport, self._path, os.fsencode(path), limit)
 
     async def __aenter__(self) -> Self:
         return self

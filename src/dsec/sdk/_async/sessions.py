@@ -13,6 +13,7 @@ from dsec.model.processes import SessionSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec, programs, values
 from dsec.sdk._async.run import AsyncRun
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import SessionInfo
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class AsyncSession:
     """A handle on a session: directory, variables and functions last from one `run` to the next.
 

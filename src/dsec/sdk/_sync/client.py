@@ -22,11 +22,13 @@ from dsec.sdk._sync.layers import Layers
 from dsec.sdk._sync.net import finish
 from dsec.sdk._sync.sandbox import Sandbox
 from dsec.sdk._sync.transport import Transport
+from dsec.sdk.keywords import explained
 from dsec.sdk.target import ENV_KEY, default_url, parse
 
 _SANDBOXES: Final = "/v1/sandboxes"
 
 
+@explained
 class Client:
     """A connection to a node or gateway.
 
@@ -161,6 +163,7 @@ class _Stopped(msgspec.Struct):
     stopped: int = 0
 
 
+@explained
 class Job:
     """All sandboxes with one `job`."""
 

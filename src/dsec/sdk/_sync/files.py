@@ -8,28 +8,33 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from dsec.model.errors import FileNotFound
-from dsec.model.files import Entry, FileEvent, Listing, TreeReport
+from dsec.model.errors import FileError, InvalidSpec, InvalidState
+from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
 
 RemotePath = str | bytes | os.PathLike[str]
 LocalPath = str | os.PathLike[str]
+# By what the kernel says of a path that nothing is at: there is no such name, something on the way is no directory, or
+# links lead in a circle.
+NOT_THERE: Final = ("ENOENT", "ENOTDIR", "ELOOP")
 
 
 class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class Files:
     """Files of one sandbox, with the rights of its user (or another of its users, by `user=`).
 
@@ -73,15 +78,17 @@ class Files:
         parents: bool = True,
         exclusive: bool = False,
         user: str | None = None,
-    ) -> Entry:
+    ) -> Written:
         """Write a whole file: it is there with all of `data` when this returns, or as it was before when this raises.
 
         A file that is replaced keeps its mode, a new one has 0o644. `parents`: directories above it are made.
-        `exclusive`: FileExists when it is there.
+        `exclusive`: FileExists when it is there. Where a file cannot be replaced (`/etc/hosts`, which is mounted, or
+        one in a directory that the user may not write to) it is overwritten in its place: then `atomic` of the answer
+        is False, and a failure on the way says so in `detail["partial"]`.
         """
         query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
         key = new_key() if exclusive else None
-        return (self._transport.upload("PUT", self._path + query, Entry, _bytes(data), key=key)).exact()
+        return (self._transport.upload("PUT", self._path + query, Written, _bytes(data), key=key)).exact()
 
     def append(
         self,
@@ -103,11 +110,13 @@ class Files:
         return (self._transport.call("GET", f"{self._path}:stat{query}", Entry)).exact()
 
     def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
-        """Whether something is there; a symbolic link that leads nowhere is not."""
+        """Whether something is there: not what a symbolic link to nowhere leads to, nor anything below a file."""
         try:
             self.stat(path, user=user)
-        except FileNotFound:
-            return False
+        except FileError as error:
+            if error.detail.get("errno") in NOT_THERE:
+                return False
+            raise
         return True
 
     def list(self, path: RemotePath = ".", *, user: str | None = None) -> list[Entry]:
@@ -154,7 +163,8 @@ class Files:
         """Copy a local file, or a directory with all below it, into the sandbox; `target` is its new path there.
 
         A file is whole or not there. A directory may be half there when this raises; what is in the way of its files is
-        replaced, other files beside them stay. `on_progress(done, total)`: bytes; the total of a tree is None.
+        replaced, other files beside them stay. All have their local modes, but for a `target` that was a directory.
+        `on_progress(done, total)`: bytes; the total of a tree is None.
         """
         body = bodies.of_local(Path(source), on_progress)
         if isinstance(body, bodies.LocalTree):
@@ -239,8 +249,10 @@ class Watch:
         self._call = f"{files._path}:watch{query}"
         self._items: Items | None = None
         self._over = False
+        self._entered = False
 
     def __enter__(self) -> Self:
+        self._entered = True
         retry = Retry(self._transport)
         while self._items is None:
             self._connect(retry)
@@ -259,6 +271,8 @@ class Watch:
 
     def __iter__(self) -> Iterator[FileEvent]:
         """Each change. `overflow` says that some were missed, also while the connection was broken."""
+        if not self._entered:
+            raise InvalidState("files.watch: use it as `with sbx.files.watch(...) as changes:`")
         while not self._over:
             if self._items is None:
                 self._connect(Retry(self._transport))
@@ -305,8 +319,16 @@ def _path(path: RemotePath) -> bytes:
 
 
 def _octal(mode: int | None) -> str | None:
-    return None if mode is None else f"{mode:o}"
+    if mode is None:
+        return None
+    if isinstance(mode, bool) or not isinstance(mode, int):
+        raise InvalidSpec.field("mode", mode, "a number, as 0o755")
+    return f"{mode:o}"
 
 
 def _bytes(data: str | bytes | bytearray | memoryview) -> bodies.Bytes:
-    return bodies.Bytes(data.encode() if isinstance(data, str) else bytes(data))
+    if isinstance(data, str):
+        return bodies.Bytes(data.encode())
+    if not isinstance(data, bytes | bytearray | memoryview):  # bytes(5) would be five zeros
+        raise InvalidSpec.field("data", type(data).__name__, "str or bytes")
+    return bodies.Bytes(bytes(data))

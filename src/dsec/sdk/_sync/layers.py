@@ -14,6 +14,7 @@ from dsec.model.states import LayerInfo
 from dsec.sdk import codec
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 
 class _Page(msgspec.Struct):
@@ -24,6 +25,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class Layers:
     """`client.layers`: the read-only layers sandboxes are put together from."""
 

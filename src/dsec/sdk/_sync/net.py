@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from dsec.sdk.http1 import Broken
+from dsec.sdk.keywords import called
 from dsec.sdk.options import Unix, address, tls_context, tune
 from dsec.sdk.target import Target
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 # For what one handle does for several threads, one after the other.
 Lock = threading.Lock
+Condition = threading.Condition
 
 
 class _Socket(Protocol):
@@ -164,7 +166,7 @@ def finish(done: object, timeout_s: float) -> None:
 
 def output(on_output: Callable[[int, bytes], Any], stream: int, data: bytes) -> None:
     """Hand output to the caller."""
-    answer = on_output(stream, data)
+    answer = called(on_output, stream, data)
     if hasattr(answer, "__await__"):
         if hasattr(answer, "close"):
             answer.close()

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from dsec.model.errors import NodeUnreachable
+from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
 from dsec.sdk import codec
 from dsec.sdk._sync.net import sleep
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
+
+if TYPE_CHECKING:
+    from dsec.sdk._sync.socket import Socket
 
 
 class Follow:
@@ -45,7 +49,7 @@ class Follow:
         # Told when the connection is lost (True) and when it is there again (False).
         self._on_broken = on_broken
         self._broken = False
-        self._items: Items | None = None
+        self._items: Items | Socket | None = None
         self._retry: Retry | None = None
         self._over = False
 
@@ -56,6 +60,8 @@ class Follow:
         while not self._over:
             item = self._item()
             if item.stream is not None and (data := self._new(item.stream, item.offset, item.data)):
+                if self._retry is not None:
+                    self._retry.went_on()
                 return item.stream, data
             if item.error is not None:
                 self.close()
@@ -88,7 +94,7 @@ class Follow:
         while True:
             try:
                 if self._items is None:
-                    self._items = self._transport.stream("GET", self._path())
+                    self._items = self._open()
                 item = self._items.next(OutputItem)
                 self._tell(broken=False)
                 return item
@@ -109,6 +115,26 @@ class Follow:
         except NodeUnreachable:
             self._retry = None  # who goes on all the same has all the tries again
             raise
+
+    def _open(self) -> Items | Socket:
+        if self._wait and self._transport.sockets:
+            try:
+                return self._connect()
+            except Unsupported as error:
+                # What lies between us and the server lets no WebSocket through: it was asked a plain GET.
+                if error.detail.get("mechanism") != "WebSocket":
+                    raise
+                self._transport.sockets = False
+        return self._transport.stream("GET", self._path())
+
+    def _connect(self) -> Socket:
+        # Imported here: what it needs costs a command's start some milliseconds.
+        from dsec.sdk._sync.socket import SILENCE_S, connect
+
+        query = codec.query(
+            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], lossy=self._lossy, silence_s=SILENCE_S
+        )
+        return connect(self._transport, self._program, query)
 
     def _path(self) -> str:
         query = codec.query(
@@ -202,6 +228,7 @@ class Reader:
         self._follow.close()
 
 
+@explained
 class Output:
     """One output stream of a program. Iterating it reads from the first byte that is kept; each iteration is a reader
     of its own, and none takes bytes from another."""
@@ -219,12 +246,8 @@ class Output:
         offsets = (offset, 0) if self._stream == 1 else (0, offset)
         return Reader(Follow(self._transport, self._program, offsets, lossy=lossy), self._stream)
 
-    def read(self, offset: int = 0) -> bytes:
-        """What is kept now, from an offset on, without waiting for more."""
-        return (self.located(offset))[1]
-
     def located(self, offset: int = 0) -> tuple[int, bytes]:
-        """As `read`, with the offset of the first byte, which is later than asked for where that is not kept."""
+        """The offset and the bytes of what is kept now from `offset` on, or from later where that is not kept."""
         retry = Retry(self._transport)
         path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:

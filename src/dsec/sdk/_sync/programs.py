@@ -29,8 +29,10 @@ from dsec.sdk._sync.net import Lock, finish, sleep
 from dsec.sdk._sync.output import Follow, Output
 from dsec.sdk._sync.transport import Transport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
+    from dsec.sdk._sync.attach import Attachment
     from dsec.sdk._sync.client import Client
 
 _EMPTY: Final = codec.encode({})
@@ -44,6 +46,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class Input:
     """The standard input of a program.
 
@@ -139,10 +142,12 @@ class Input:
         return self._transport.call("POST", path, InputState, body=data, media=codec.OCTETS)
 
 
+@explained
 class Process:
     """A handle on a program that a call has started; `spawn` and `process` give it.
 
-    Leaving it as a context manager kills the program. It pickles to the URL, the sandbox and its id.
+    Leaving it as a context manager kills the program with all it has started. It pickles to the URL, the sandbox and
+    its id.
     """
 
     def __init__(self, client: Client, sandbox_id: str, program_id: str, *, input_offset: int | None = None) -> None:
@@ -180,7 +185,7 @@ class Process:
 
     def output(self, offset: int = 0, *, stream: int = 1) -> bytes:
         """What is kept of stdout (`stream=2`: stderr) now, from an offset on, without waiting for more."""
-        return (self.stderr if stream == 2 else self.stdout).read(offset)
+        return ((self.stderr if stream == 2 else self.stdout).located(offset))[1]
 
     def follow(
         self,
@@ -196,6 +201,18 @@ class Process:
         `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
         """
         return Follow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
+
+    def attach(
+        self,
+        offsets: tuple[int, int] = (0, 0),
+        *,
+        lossy: bool = False,
+        on_broken: Callable[[bool], object] | None = None,
+    ) -> Attachment:
+        """As `follow`, and its input, its terminal's size and signals for it over the same connection."""
+        from dsec.sdk._sync.attach import Attachment  # few need it, and what it needs
+
+        return Attachment(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
 
     def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""
@@ -221,11 +238,14 @@ class Process:
         self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program itself."""
-        self._kill({"signal": int(number)})
+        """Send a signal, `signal.SIGTERM` or another number, to the program itself. InvalidSpec: it is none.
+
+        After its end nothing happens, also to what it has left behind: `kill` ends that.
+        """
+        self._kill({"signal": programs.signal_number(number)})
 
     def kill(self) -> None:
-        """Kill it with all it has started."""
+        """Kill it with all it has started; after its end, what it has left behind."""
         self._kill({})
 
     def _kill(self, body: dict[str, int]) -> None:

@@ -100,7 +100,7 @@ class Run:
             try:
                 items = self._open()
                 try:
-                    return self._follow(items)
+                    return self._follow(items, retry)
                 finally:
                     items.close()
             except Broken as error:
@@ -113,20 +113,21 @@ class Run:
         path = f"{self._call}?stream=1{offsets if any(self._offsets.values()) else ''}"
         return self._transport.stream("POST", path, body=self._body, key=self._key)
 
-    def _follow(self, items: Items) -> RunResult:
+    def _follow(self, items: Items, retry: Retry) -> RunResult:
         while True:
             item = items.next(codec.RunItem)
             if item.started is not None:
                 self._process = item.started
-            if item.stream is not None:
-                self._hand_out(item.stream, item.offset, item.data)
+            if item.stream is not None and self._hand_out(item.stream, item.offset, item.data):
+                retry.went_on()
             if item.error is not None:
                 raise item.error.error()
             if item.result is not None:
                 items.drain()
                 return item.result
 
-    def _hand_out(self, stream: int, offset: int, data: bytes) -> None:
+    def _hand_out(self, stream: int, offset: int, data: bytes) -> bool:
+        """Whether any of it is new."""
         if stream not in self._offsets:
             raise Garbage(f"output of stream {stream}")
         seen = self._offsets[stream]
@@ -134,11 +135,12 @@ class Run:
         new = data[max(seen - offset, 0) :]
         self._offsets[stream] = max(seen, offset + len(data))
         if not new or self._on_output is None:
-            return
+            return bool(new)
         try:
             output(self._on_output, stream, new)
         except Exception as error:  # the caller's code: anything
             raise _Interrupted(error) from error
+        return True
 
     def _give_up(self, error: BaseException) -> None:
         """Kill the program before the caller's error goes on; a failure to do so is added to it."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from types import TracebackType
@@ -15,9 +16,11 @@ from dsec.model.ids import new_key
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._sync.run import Run
+from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.diff import Diff
     from dsec.sdk._sync.events import Events
     from dsec.sdk._sync.files import Files
     from dsec.sdk._sync.programs import Process
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from dsec.sdk.programs import ProcessList, TerminalSize
 
 
+@explained
 class Sandbox:
     """A handle on one sandbox. As a context manager it stops the sandbox at the end.
 
@@ -136,13 +140,15 @@ class Sandbox:
         tty: TerminalSize = False,
         keepalive: bool = True,
         timeout_s: float | None = None,
+        spool_bytes: int = limits.SPOOL_BYTES,
         key: str | None = None,
     ) -> Process:
         """Start a program and do not wait for it; the handle talks to it. `command` and the like as for `run`.
 
         It goes on without its caller, until it ends, is killed, its `timeout_s` is over, or the sandbox ends.
         `stdin`: its input stays open until `p.stdin.close()`; else it is empty. `tty`: it gets a terminal, 24 x 80 or
-        `(rows, cols)`. `keepalive=False`: the sandbox is idle though it lives. ProgramNotStarted as for `run`.
+        `(rows, cols)`. `keepalive=False`: the sandbox is idle though it lives. `spool_bytes`: so much of the newest
+        output of each stream stays readable, on the node's disk: NodeDiskFull. ProgramNotStarted as for `run`.
         `key`: whoever calls again with the same key and content gets the same program.
         """
         from dsec.sdk import programs
@@ -157,6 +163,7 @@ class Sandbox:
             tty=tty,
             keepalive=keepalive,
             timeout_s=timeout_s,
+            spool_bytes=spool_bytes,
         )
         return spawn(self._client, self._id, spec, key)
 
@@ -210,6 +217,19 @@ class Sandbox:
         from dsec.sdk._sync.events import Events  # not loaded for those who only run programs
 
         return Events(self._client.transport, self._path, since, follow)
+
+    def diff(self, path: str | bytes | os.PathLike[str] = "/", *, limit: int | None = None) -> Diff:
+        """What at `path` and below is not as it was in its layers: iterate over it.
+
+        Each path that was added, changed or deleted is told once, by what it is now and was then, whatever happened in
+        between and whoever may read it. Not told: what is mounted inside (`/proc`, `/sys`, `/dev`, `/etc/hosts` and the
+        like), and the times of directories. FileNotFound: nothing is there and nothing was. No link is followed.
+        `limit`: no more changes than this (`report.more` says whether there are); without one Exhausted is raised after
+        a million.
+        """
+        from dsec.sdk._sync.diff import Diff  # not loaded for those who only run programs
+
+        return Diff(self._client.transport, self._path, os.fsencode(path), limit)
 
     def __enter__(self) -> Self:
         return self

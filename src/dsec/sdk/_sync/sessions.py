@@ -15,6 +15,7 @@ from dsec.model.processes import SessionSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec, programs, values
 from dsec.sdk._sync.run import Run
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import SessionInfo
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class Session:
     """A handle on a session: directory, variables and functions last from one `run` to the next.
 

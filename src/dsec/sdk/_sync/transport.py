@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dsec.model.errors import NodeUnreachable
+from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._sync.net import Conn, Pool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
@@ -31,10 +31,10 @@ _CHECK_POLL_S: Final = 0.05
 class Answer:
     """One response being read."""
 
-    def __init__(self, transport: Transport, conn: Conn) -> None:
+    def __init__(self, transport: Transport, conn: Conn, *, upgrade: bool = False) -> None:
         self._transport = transport
         self._conn = conn
-        self._response = Response()
+        self._response = Response(upgrade=upgrade)
         self._last = False
 
     @property
@@ -70,6 +70,10 @@ class Answer:
                 raise Garbage(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def switched(self) -> tuple[Conn, bytes]:
+        """After status 101: its connection, and what came behind the answer."""
+        return self._conn, self._response.rest()
+
     def last(self) -> None:
         """Nothing else can be asked on its connection."""
         self._last = True
@@ -87,18 +91,7 @@ class Answer:
             self._conn.close()
 
     def _more(self) -> None:
-        timing = self._transport.timing
-        since = time.monotonic()
-        while True:
-            try:
-                data = self._conn.recv(timing.patience_s)
-                break
-            except TimeoutError:
-                self._transport.check_alive()
-                if time.monotonic() - since > timing.reask_s:
-                    raise Broken("silence, though the server is well") from None
-        self._response.feed(data)
-        self._transport.heard()
+        self._response.feed(self._transport.received(self._conn))
 
 
 class Items:
@@ -149,6 +142,10 @@ class Retry:
         self._pause = min(self._pause * 2, self._timing.backoff_max_s)
         self._began = time.monotonic()
 
+    def went_on(self) -> None:
+        """Something new came: what breaks next has all the tries."""
+        self._deadline = None
+
 
 class Transport:
     """Connections to one server and what is known of it."""
@@ -159,6 +156,8 @@ class Transport:
         self.pool = Pool()
         # Whether this server has ever answered: one that never did is not waited for.
         self.met = False
+        # Whether what lies between us and it lets a WebSocket through, as far as we know.
+        self.sockets = True
         self._tunnel = _tunnel(target)
         self._common = _common_headers(target, api_key)
         self._heard_at = 0.0
@@ -218,6 +217,55 @@ class Transport:
             headers["Content-Type"] = media
         data = request(method, self.target.prefix + path, self._common, headers, body)
         return self._accepted(self._send(data))
+
+    def upgrade(self, path: str, protocol: str) -> tuple[Conn, bytes]:
+        """One try at a WebSocket: its connection, and what came on it already. An error status raises as in `open`."""
+        from dsec.wire import websocket  # as whoever calls this
+
+        key = websocket.new_key()
+        headers = {
+            **_headers(None, codec.MSGPACK),
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": key.decode("ascii"),
+            "Sec-WebSocket-Protocol": protocol,
+        }
+        data = request("GET", self.target.prefix + path, self._common, headers, b"")
+        conn = self._connect()
+        answer = Answer(self, conn, upgrade=True)
+        try:
+            conn.send(data, self.timing.patience_s + self.timing.health_s)
+            answer.start()
+        except TimeoutError as error:
+            answer.close()
+            raise self.unreachable("it does not read what is sent") from error
+        except BaseException:  # also cancelled
+            conn.close()
+            raise
+        self._accepted(answer)
+        if answer.head.status != http1.SWITCHING:
+            conn.close()
+            raise Unsupported.lacks(path, "WebSocket", f"answered with status {answer.head.status} instead")
+        if answer.head.headers.get(b"sec-websocket-accept") != websocket.accept_key(key):
+            conn.close()
+            raise Garbage("an answer to another WebSocket's handshake")
+        return answer.switched()
+
+    def received(self, conn: Conn) -> bytes:
+        """The next bytes from the server. Broken or NodeUnreachable: there will be none."""
+        since = time.monotonic()
+        while True:
+            try:
+                data = conn.recv(self.timing.patience_s)
+                break
+            except TimeoutError:
+                self.check_alive()
+                if time.monotonic() - since > self.timing.reask_s:
+                    raise Broken("silence, though the server is well") from None
+        if data:  # else it hung up, which is no word of a server of ours
+            self.heard()
+        return data
 
     def upload(self, method: str, path: str, to: type[T], body: Body, *, key: str | None = None) -> T:
         """As `call`, with a body that is sent as it is made, and made again when it must be sent again."""

@@ -1,0 +1,1 @@
+"""Sandboxes for frameworks that have their own idea of one. Each module needs its framework, and only then."""

@@ -1,0 +1,182 @@
+"""Names that callers try, and ours for the same: for messages, so nothing here is looked at before one is wrong.
+
+Other libraries for containers and sandboxes call the same things otherwise, and so do subprocess and the shell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+# The first of ours that is known where the word was tried. Ours whose name begins with the word needs no entry.
+_OURS: Final[dict[str, tuple[str, ...]]] = {
+    "timeout": ("timeout_s", "grace_s", "lifetime_s"),
+    "timeout_ms": ("timeout_s", "lifetime_s"),
+    "timeout_sec": ("timeout_s", "lifetime_s"),
+    "timeout_seconds": ("timeout_s", "lifetime_s"),
+    "ttl": ("lifetime_s",),
+    "max_lifetime": ("lifetime_s",),
+    "auto_stop_interval": ("idle_timeout_s",),
+    "grace_period": ("grace_s",),
+    "workdir": ("cwd",),
+    "working_dir": ("cwd",),
+    "working_directory": ("cwd",),
+    "directory": ("cwd", "path"),
+    "dir": ("cwd", "path"),
+    "environment": ("env",),
+    "environ": ("env",),
+    "env_vars": ("env",),
+    "envs": ("env",),
+    "secrets": ("env",),
+    "variables": ("env",),
+    "user_id": ("user",),
+    "uid": ("user",),
+    "username": ("user",),
+    "run_as": ("user",),
+    "owner": ("user",),
+    "cmd": ("command",),
+    "cmds": ("command",),
+    "args": ("command",),
+    "argv": ("command",),
+    "script": ("command",),
+    "code": ("command",),
+    "input": ("stdin",),
+    "on_stdout": ("on_output",),
+    "on_stderr": ("on_output",),
+    "callback": ("on_output", "on_progress"),
+    "progress": ("on_progress",),
+    "raise_on_error": ("check",),
+    "idempotency_key": ("key",),
+    "pty": ("tty",),
+    "terminal": ("tty",),
+    "keep_alive": ("keepalive",),
+    "mem": ("memory_mib",),
+    "mem_limit": ("memory_mib",),
+    "memory_mb": ("memory_mib",),
+    "memory_gb": ("memory_mib",),
+    "ram": ("memory_mib",),
+    "storage": ("disk_mib",),
+    "disk_gb": ("disk_mib",),
+    "ephemeral_disk": ("disk_mib",),
+    "cpus": ("cpu",),
+    "cpu_count": ("cpu",),
+    "cores": ("cpu",),
+    "vcpus": ("cpu",),
+    "template": ("base",),
+    "metadata": ("labels",),
+    "tags": ("labels",),
+    "sandbox_id": ("ref",),
+    "id": ("ref", "process_id", "session_id", "key"),
+    "name": ("ref", "key"),
+    "session_id": ("key",),
+    "pid": ("process_id",),
+    "content": ("data",),
+    "contents": ("data",),
+    "text": ("data",),
+    "file": ("path",),
+    "filename": ("path",),
+    "file_path": ("path",),
+    "src": ("source",),
+    "dst": ("target",),
+    "dest": ("target",),
+    "destination": ("target",),
+    "permissions": ("mode",),
+    "make_parents": ("parents",),
+    "exist_ok": ("parents",),
+    "overwrite": ("replace",),
+    "recurse": ("recursive",),
+    "force": ("recursive",),
+    "sig": ("number",),
+    "signum": ("number",),
+    "signal": ("number",),
+    "width": ("cols",),
+    "columns": ("cols",),
+    "height": ("rows",),
+    "lines": ("rows",),
+    "base_url": ("url",),
+    "endpoint": ("url",),
+    "host": ("url",),
+    "server": ("url",),
+    "token": ("api_key",),
+}
+
+_OUTPUT: Final = "output is always kept, in .stdout and .stderr of the result; on_output= gets it as it comes"
+_SPAWNED: Final = "output is always kept: iterate .stdout or .stderr of the process, or take them of its wait()"
+_SPAWN: Final = "spawn(...) starts a program and does not wait for it"
+_HOST: Final = "nothing of the host is seen inside: files are copied (files.upload) or brought as a layer"
+_NETWORK: Final = "a sandbox has no network but its own loopback, and need not be told"
+# What has no argument here, but a way.
+_WAYS: Final[dict[str, str]] = {
+    "shell": "a str runs as /bin/sh -c, a list is a program with its arguments and needs no shell",
+    "capture_output": _OUTPUT,
+    "stdout": _OUTPUT,
+    "stderr": _OUTPUT,
+    "text": _OUTPUT,
+    "stream": f"{_OUTPUT}; that of spawn(...) is iterated",
+    "background": _SPAWN,
+    "detach": _SPAWN,
+    "tty": "spawn(tty=True) gives a program a terminal",
+    "pty": "spawn(tty=True) gives a program a terminal",
+    "volumes": _HOST,
+    "mounts": _HOST,
+    "network_mode": _NETWORK,
+    "block_network": _NETWORK,
+    "allow_internet_access": _NETWORK,
+    "gpu": "sandboxes have no GPUs",
+    "gpus": "sandboxes have no GPUs",
+    "privileged": "programs are root inside, and no more than that",
+    "env": "`export NAME=value` in a session, session(env=...) for all of it",
+    "cwd": "`cd` in a session, session(cwd=...) for all of it",
+    "timeout": "`timeout_s=` is an argument of each run",
+    "auto_remove": "a sandbox is stopped, and gone, at the end of its `with` block",
+    "remove": "a sandbox is stopped, and gone, at the end of its `with` block",
+}
+
+
+_RUN: Final = ("run", "run(...) waits for a program's end, spawn(...) does not")
+_STOP: Final = ("stop", "stop() ends it, as its `with` block does")
+_COPY: Final = ("files", "files.upload(local, path) and files.download(path, local) copy files and directories")
+_FILES: Final = ("files", "files.read(path), files.write(path, data), files.list(path)")
+_KILL: Final = ("kill", "signal(signal.SIGTERM) asks it to end, kill() ends all of it")
+_END: Final = ("wait", "wait() gives its result, with exit_code, stdout and stderr; info().result is None until then")
+_SHOWN: Final = ("info", "info() tells its state")
+# A file's waits for the end, or gives so many bytes; what is there now is neither, so that it is not called so.
+_READ: Final = (
+    "located",
+    "wait().stdout is all of it, iterating gives it as it comes, process.output() what is there now",
+)
+# Methods that callers try, and ours for the same where a class has it.
+_METHODS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    **dict.fromkeys(("exec", "exec_run", "execute", "commands", "run_command", "run_code", "call", "Popen"), (_RUN,)),
+    **dict.fromkeys(("kill", "terminate", "close", "delete", "remove", "destroy", "shutdown"), (_STOP, _KILL)),
+    **dict.fromkeys(("send_signal", "stop"), (_KILL,)),
+    **dict.fromkeys(("poll", "returncode", "exit_code", "communicate", "result", "wait_for_exit"), (_END,)),
+    **dict.fromkeys(("upload", "download", "put_archive", "get_archive", "copy_from", "copy_to", "cp"), (_COPY,)),
+    **dict.fromkeys(("filesystem", "fs", "open", "read_file", "write_file", "ls"), (_FILES,)),
+    **dict.fromkeys(("read", "readline", "readlines", "getvalue"), (_READ, _FILES)),
+    **dict.fromkeys(("status", "is_running", "reload", "attrs"), (_SHOWN,)),
+    "create": (("id", "Client().create(...) makes one"), ("create_many", "create(...) makes one")),
+    "containers": (("create", "create(...), get(ref), list()"),),
+}
+
+
+def way(name: str, known: Collection[str]) -> str:
+    """What to say behind an attribute that is not there: how ours is called, or nothing."""
+    found = next((text for ours, text in _METHODS.get(name, ()) if ours in known), None)
+    return f"; {found}" if found else ""
+
+
+def meant(word: str, known: Collection[str]) -> str:
+    """What to say behind a name that is not among those that are known: the one that was meant, or nothing."""
+    from difflib import get_close_matches
+
+    ours = next((name for name in _OURS.get(word, ()) if name in known), None)
+    if ours is None and word not in _WAYS:
+        # A word for something that others have a way for here: `workdir` to a session's run, as `cwd`.
+        word = next((name for name in _OURS.get(word, ()) if name in _WAYS), word)
+    ours = ours or next((name for name in known if name.startswith(f"{word}_")), None)
+    if ours is None and word in _WAYS:
+        way_here = _WAYS[word]
+        return f"; {_SPAWNED if way_here is _OUTPUT and 'on_output' not in known else way_here}"
+    near = [ours] if ours else get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

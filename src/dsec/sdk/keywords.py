@@ -1,0 +1,117 @@
+"""Calls with a wrong argument say which was meant.
+
+Python's own words for one (`got an unexpected keyword argument 'timeout'`) are no error of ours and name nothing that
+is there. Signatures stay as they are written: the class decorator changes nothing that a type checker sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any, Final, NoReturn, TypeVar
+
+from dsec.model.errors import InvalidSpec
+
+T = TypeVar("T")
+
+# As in `inspect`, which takes longer to import than a local call.
+_COROUTINE: Final = 0x80
+_ANY_KEYWORD: Final = 0x08
+
+
+class WrongArgument(InvalidSpec, TypeError):
+    """InvalidSpec that is Python's own error for it, too."""
+
+
+def explained(cls: type[T]) -> type[T]:
+    """The class itself; its constructor and public methods raise InvalidSpec for arguments they do not have."""
+    for name, function in list(vars(cls).items()):
+        if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(cls, name, _explained(function, cls.__name__ if name == "__init__" else name))
+    cls.__getattr__ = _no_attribute  # type: ignore[attr-defined]  # of any class: asked for what it does not have
+    return cls
+
+
+def called(on_output: Callable[[int, bytes], Any], stream: int, data: bytes) -> Any:
+    """What a caller's `on_output` answers. Raises what it raises, and WrongArgument when it does not take these two."""
+    try:
+        return on_output(stream, data)
+    except TypeError as error:
+        if not _of_the_call(error):
+            raise
+        text = f"on_output: {error}; it is called as on_output(stream, data), with 1 or 2 and bytes"
+        raise WrongArgument(text, detail={"field": "on_output"}) from error
+
+
+def _of_the_call(error: TypeError) -> bool:
+    """Whether it is of the call itself: one from within the function has been in its frame, and is somebody else's."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def _no_attribute(self: object, name: str) -> NoReturn:
+    text = f"{type(self).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_"):
+        from dsec.model.words import way
+
+        text += way(name, dir(type(self)))
+    raise AttributeError(text, name=name, obj=self)
+
+
+def _explained(function: FunctionType, name: str) -> Callable[..., Any]:
+    if function.__code__.co_flags & _COROUTINE:
+
+        @wraps(function)
+        async def waiting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                made = function(*args, **kwargs)
+            except TypeError as error:
+                if wrong := _wrong(error, function, name, args, kwargs):
+                    raise wrong from None
+                raise
+            return await made
+
+        return waiting
+
+    @wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if wrong := _wrong(error, function, name, args, kwargs):
+                raise wrong from None
+            raise
+
+    return plain
+
+
+def _wrong(
+    error: TypeError, function: FunctionType, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> WrongArgument | None:
+    """What is wrong with the arguments; None: it is not that, or Python's words name it (one that is missing)."""
+    if not _of_the_call(error):
+        return None
+    code = function.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    placed, named = code.co_varnames[1 : code.co_argcount], code.co_varnames[code.co_argcount : count]
+    unknown = None
+    if not code.co_flags & _ANY_KEYWORD:
+        unknown = next((word for word in kwargs if word not in (*placed, *named)), None)
+    elif len(args) < code.co_posonlyargcount:
+        # Not named by Python's words either, to whom it was given by name: `create_many(n=8)`.
+        first = code.co_varnames[len(args)]
+        return WrongArgument(f"{name}() lacks {first}, which stands first, without a name", detail={"field": first})
+    if unknown is not None:
+        from dsec.model.words import meant
+
+        has = f"it has {', '.join((*placed, *named))}" if placed or named else "it has none"
+        text = f"{name}() has no argument {unknown}{meant(unknown, (*placed, *named))} ({has})"
+        return WrongArgument(text, detail={"field": unknown})
+    if len(args) > code.co_argcount:
+        text = f"{name}() has {len(args) - 1} arguments without a name, and takes {', '.join(placed) or 'none'} so"
+        if named:
+            text += f"; the others go by name: {', '.join(f'{word}=' for word in named)}"
+        if placed == ("command",):
+            text += "; a program and its arguments are one list"
+        return WrongArgument(text, detail={"field": placed[-1] if placed else None})
+    return None

@@ -1,0 +1,233 @@
+"""Wrong arguments of public calls: the error is typed, and names what was meant."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import dsec
+from dsec.model import words
+from dsec.model.processes import CommandSpec
+from dsec.sdk import values
+from dsec.sdk.keywords import called, explained
+
+CLASSES = ("Client", "Sandbox", "Files", "Process", "Session", "Job")
+
+
+@pytest.fixture
+def sbx() -> dsec.Sandbox:
+    """Nothing listens there: who asks gets another error than the one that is looked for."""
+    return dsec.Sandbox(dsec.Client("unix:///nowhere"), "sbx-n1-aaaaaaaaaaaaa")
+
+
+def many(n: int, **fields: Any) -> Callable[[dsec.Sandbox], Any]:
+    return lambda sbx: sbx._client.create_many(n, **fields)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda s: s.exec("ls"), "run(...) waits for a program's end"),
+        (lambda s: s.commands, "spawn(...) does not"),
+        (lambda s: s.kill(), "stop() ends it"),
+        (lambda s: s.close(), "stop() ends it"),
+        (lambda s: s.upload("a", "b"), "files.upload(local, path)"),
+        (lambda s: s.create(), "Client().create(...) makes one"),
+        (lambda s: s._client.containers, "create(...), get(ref), list()"),
+        (lambda s: s.process("p-1").poll(), "info().result is None until then"),
+        (lambda s: s.process("p-1").terminate(), "kill() ends all of it"),
+        (lambda s: s.process("p-1").returncode, "with exit_code"),
+        (lambda s: s.process("p-1").stdout.read(), "wait().stdout is all of it"),
+        (lambda s: s.process("p-1").stderr.readline(), "process.output() what is there now"),
+        (lambda s: s.read("/f"), "files.read(path)"),
+        (lambda s: s.nonsense, "'Sandbox' object has no attribute 'nonsense'"),
+        (lambda s: s._private, "'Sandbox' object has no attribute '_private'"),
+    ],
+)
+def test_an_attribute_that_is_not_there_says_how_ours_is_called(
+    sbx: dsec.Sandbox, call: Callable[[dsec.Sandbox], Any], told: str
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        call(sbx)
+    assert told in str(caught.value)
+    assert not hasattr(sbx, "exec")
+    assert pickle.loads(pickle.dumps(sbx)).id == sbx.id
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "told"),
+    [
+        (
+            lambda s: s.run("ls", timeout=5),
+            "timeout",
+            "run() has no argument timeout; did you mean timeout_s? (it has ",
+        ),
+        (lambda s: s.run("ls", workdir="/"), "workdir", "did you mean cwd?"),
+        (lambda s: s.run("ls", environment={"A": "secret"}), "environment", "did you mean env?"),
+        (lambda s: s.run("ls", user_id=5), "user_id", "did you mean user?"),
+        (lambda s: s.run("ls", stdni=""), "stdni", "did you mean stdin?"),
+        (lambda s: s.run(cmd="ls"), "cmd", "did you mean command?"),
+        (lambda s: s.run("ls", shell=True), "shell", "a str runs as /bin/sh -c"),
+        (lambda s: s.run("ls", background=True), "background", "spawn(...)"),
+        (lambda s: s.run("ls", tty=True), "tty", "spawn(tty=True)"),
+        (lambda s: s._client.create(gpu=1), "gpu", "sandboxes have no GPUs"),
+        (lambda s: s._client.create(block_network=True), "block_network", "no network but its own loopback"),
+        (lambda s: s._client.create(network="none"), "network", "by default a sandbox has none"),
+        (lambda s: s._client.create(environment={"A": "1"}), "environment", "variables are env={...}"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").run("ls", cwd="/"), "cwd", "`cd` in a session"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").run("ls", workdir="/"), "workdir", "`cd` in a session"),
+        (lambda s: s.session(timeout=3), "timeout", "an argument of each run"),
+        (lambda s: s.session("bash"), "shell", "as /bin/bash (a name for the session itself is key=)"),
+        (lambda s: s.session(name="a"), "name", "did you mean key?"),
+        (lambda s: s.session(id="a"), "id", "did you mean key?"),
+        (lambda s: s.run("ls", stream=True), "stream", "on_output= gets it as it comes; that of spawn(...)"),
+        (lambda s: s.run("ls", stdout=1), "stdout", "on_output= gets it"),
+        (lambda s: s.spawn("ls", stdout=1), "stdout", "iterate .stdout or .stderr of the process"),
+        (lambda s: s.files.write("/f", "", mode="0755"), "mode", "a number, as 0o755"),
+        (lambda s: s.files.chmod("/f", "755"), "mode", "a number, as 0o755"),
+        (lambda s: s.files.write("/f", {"a": 1}), "data", "str or bytes"),
+        (lambda s: s.files.write("/f", 5), "data", "str or bytes"),
+        (lambda s: s.process("p-1").signal("TERM"), "signal", "such as signal.SIGTERM"),
+        (lambda s: s.run("ls", nonsense=1), "nonsense", "run() has no argument nonsense (it has command, cwd, "),
+        (lambda s: s.run("ls", "-l"), "command", "a program and its arguments are one list"),
+        (lambda s: s.spawn("ls", pty=True), "pty", "did you mean tty?"),
+        (lambda s: s.spawn("ls", timeout=5), "timeout", "did you mean timeout_s?"),
+        (lambda s: s.session(workdir="/"), "workdir", "did you mean cwd?"),
+        (lambda s: s.stop(timeout=5), "timeout", "did you mean grace_s?"),
+        (lambda s: s.stop(5), None, "the others go by name: grace_s="),
+        (lambda s: s.info(full=True), "full", "it has none"),
+        (lambda s: s.files.write("/f", content=b""), "content", "did you mean data?"),
+        (lambda s: s.files.write("/f", b"", 0o644), "data", "the others go by name: mode=, parents="),
+        (lambda s: s.files.mkdir("/d", exist_ok=True), "exist_ok", "did you mean parents?"),
+        (lambda s: s.files.remove("/d", recurse=True), "recurse", "did you mean recursive?"),
+        (lambda s: s.process("p-1").resize(height=1, width=2), "height", "did you mean rows?"),
+        (lambda s: s.process("p-1").wait(timeout=2), "timeout", "did you mean timeout_s?"),
+        (
+            lambda s: dsec.Client(base_url="unix:///x"),
+            "base_url",
+            "Client() has no argument base_url; did you mean url?",
+        ),
+        (lambda s: s._client.create(timeout=60), "timeout", "did you mean lifetime_s?"),
+        (lambda s: s._client.create(memory="1g"), "memory", "did you mean memory_mib?"),
+        (lambda s: s._client.create(idle_timeout=1), "idle_timeout", "did you mean idle_timeout_s?"),
+        (lambda s: s._client.create(volumes={}), "volumes", "nothing of the host is seen inside"),
+        (many(2, metadata={}), "metadata", "did you mean labels?"),
+        (lambda s: s._client.create_many(count=2), "specs", "lacks specs, which stands first, without a name"),
+        (lambda s: s._client.create_many(base="debian:12"), "specs", "create_many() lacks specs"),
+        (lambda s: s._client.create_many("ab"), "specs", "a number of equal sandboxes, or a list of dsec.Spec"),
+        (lambda s: s._client.create_many(None), "specs", "a number of equal sandboxes"),
+        (lambda s: s._client.create_many(True), "specs", "a number of equal sandboxes"),
+        (lambda s: s._client.create(msgspec.structs.replace(dsec.Spec(), env=5)), "env", "Expected `object`"),
+    ],
+)
+def test_what_was_meant_is_said(
+    sbx: dsec.Sandbox, call: Callable[[dsec.Sandbox], Any], field: str | None, told: str
+) -> None:
+    with pytest.raises(dsec.InvalidSpec) as caught:
+        call(sbx)
+    assert told in str(caught.value)
+    assert caught.value.detail["field"] == field
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "more", "detail", "told"),
+    [
+        ({"memory_mib": 5}, {}, {"field": "memory_mib", "index": 1}, "specs[1]: memory_mib=5 is not allowed"),
+        (None, {}, {"field": "spec", "index": 1}, "specs[1]: spec=None is not allowed"),
+        ({}, {"metadata": {}}, {"field": "metadata"}, "did you mean labels?"),  # of all of them
+        ({}, {"pids": "5"}, {"field": "pids"}, "pids: Expected `int`"),
+    ],
+)
+def test_of_many_specs_the_wrong_one_is_named(
+    sbx: dsec.Sandbox, second: dict[str, Any] | None, more: dict[str, Any], detail: dict[str, Any], told: str
+) -> None:
+    wrong: Any = None if second is None else dsec.Spec(**second)
+    with pytest.raises(dsec.InvalidSpec) as caught:
+        sbx._client.create_many([dsec.Spec(), wrong, dsec.Spec()], **more)
+    assert told in caught.value.message
+    assert caught.value.message.startswith("specs[") == ("index" in detail)
+    assert {key: caught.value.detail.get(key) for key in ("field", "index") if key in caught.value.detail} == detail
+
+
+def test_one_spec_that_is_given_often_is_sent_once(sbx: dsec.Sandbox) -> None:
+    spec = dsec.Spec(name="a", if_exists="get")
+    made = values.make_specs([spec, dsec.Spec(pids=64), spec], {"job": "j"})
+    assert made[0] is made[2]
+    assert [one.pids for one in made] == [spec.pids, 64, spec.pids]
+    assert {one.job for one in made} == {"j"}
+
+
+def test_it_is_pythons_own_error_too(sbx: dsec.Sandbox) -> None:
+    with pytest.raises(TypeError) as caught:
+        sbx.run("ls", timeout=5)  # type: ignore[call-arg]  # what is refused
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'command'"):
+        sbx.run()  # type: ignore[call-arg]  # what is refused
+
+
+def test_async_calls_say_so_when_they_are_awaited() -> None:
+    sandbox = dsec.AsyncSandbox(dsec.AsyncClient("unix:///nowhere"), "sbx-n1-aaaaaaaaaaaaa")
+    waiting = sandbox.run("ls", timeout=5)  # type: ignore[call-arg]  # what is refused
+    with pytest.raises(dsec.InvalidSpec, match="did you mean timeout_s"):
+        asyncio.run(waiting)
+    assert inspect.iscoroutinefunction(dsec.AsyncSandbox.run)
+    with pytest.raises(dsec.InvalidSpec, match=r"list\(\) has no argument status"):
+        sandbox._client.list(status="running")  # type: ignore[call-arg]  # what is refused
+
+
+def test_on_output_is_told_how_it_is_called() -> None:
+    with pytest.raises(TypeError, match=r"takes 1 positional argument.*; it is called as on_output\(stream, data\)"):
+        called(lambda data: None, 1, b"x")  # type: ignore[misc, arg-type]  # what is refused
+    with pytest.raises(dsec.InvalidSpec, match="called as on_output"):
+        called(io.BytesIO().write, 1, b"x")  # type: ignore[arg-type]  # what is refused
+
+    def theirs(stream: int, data: bytes) -> None:
+        raise TypeError("its own")
+
+    with pytest.raises(TypeError, match=r"\Aits own\Z") as caught:
+        called(theirs, 1, b"x")
+    assert type(caught.value) is TypeError
+
+
+def test_a_watch_is_entered(sbx: dsec.Sandbox) -> None:
+    with pytest.raises(dsec.InvalidState, match=r"use it as `with sbx\.files\.watch"):
+        next(iter(sbx.files.watch("/")))
+
+
+def test_an_error_from_within_stays_as_it_is() -> None:
+    def theirs(key: int) -> None:
+        raise TypeError("theirs")
+
+    @explained
+    class Class:
+        def direct(self, key: int) -> None:
+            raise TypeError("its own")
+
+        def through(self) -> None:
+            theirs(wrong=1)  # type: ignore[call-arg]  # what is refused
+
+    with pytest.raises(TypeError, match="its own") as caught:
+        Class().direct(1)
+    assert type(caught.value) is TypeError
+    with pytest.raises(TypeError, match="unexpected keyword") as caught:
+        Class().through()
+    assert type(caught.value) is TypeError
+
+
+def test_the_words_lead_to_arguments_that_are_there() -> None:
+    """Also when one of ours gets another name."""
+    known = {*dsec.Spec.__struct_fields__, *CommandSpec.__struct_fields__}
+    for name in CLASSES:
+        for member in vars(getattr(dsec, name)).values():
+            if inspect.isfunction(member):
+                known.update(inspect.signature(member).parameters)
+    led = {ours for names in words._OURS.values() for ours in names}
+    assert led <= known, led - known
