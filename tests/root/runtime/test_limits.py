@@ -16,7 +16,7 @@ import pytest
 from dsec.linux import proc
 from tests.kit.lanes import fewer, kernel_lacks
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan, sandbox_plan
-from tests.kit.rtnode import BINARY, cpu_ticks, create, frozen_file, make_node, needs, sh, until_running
+from tests.kit.rtnode import BINARY, cpu_ticks, create, frozen_file, make_node, needs, sh, sleeps, until_running
 
 pytestmark = needs
 
@@ -191,28 +191,29 @@ def test_what_a_run_leaves_behind_costs_no_time(node: Node) -> None:
         assert c.call("sandbox.get", id="a")["runs"] == 0
 
 
-def flood_cost(env: dict[str, str]) -> int:
-    """CPU of the runtime, in ticks, for a million small writes of a process that a run left behind."""
+def wakes_in_a_flood(env: dict[str, str]) -> int:
+    """How often the runtime slept and woke while a process that a run left behind wrote a million small pieces."""
     node = make_node(env=env)
     try:
         with node.client() as c:
             create(c, "a")
-            flood = f"dd if=/dev/zero bs=1 count={fewer(1_000_000)} 2>/dev/null & exit 0"
-            before = cpu_ticks(node.runtime_pid())
+            flood = "dd if=/dev/zero bs=1 count=1000000 2>/dev/null & exit 0"
+            before = sleeps(node.runtime_pid())
             assert c.call("run.start", **run_plan("a", "r", sh(flood)))["leftover"] == 1
             # Not asked of the runtime, which would be counted, the longer it takes the more.
             payload = frozen_file(node, "a").parent
             with contextlib.suppress(OSError):  # the group is gone, too
                 while any(group.read_text() for group in payload.glob("run-*/cgroup.procs")):
                     time.sleep(0.2)
-            return cpu_ticks(node.runtime_pid()) - before
+            return sleeps(node.runtime_pid()) - before
     finally:
         node.stop()
 
 
-@pytest.mark.one_guest
-def test_what_is_left_behind_and_writes_in_small_pieces_costs_little() -> None:
-    assert 3 * flood_cost({}) < flood_cost({"DSEC_NATIVE_DISABLE": "output.rest"})
+@pytest.mark.same_everywhere
+def test_what_is_left_behind_and_writes_in_small_pieces_wakes_nobody_for_each() -> None:
+    """On a quiet machine 60 against some 20,000."""
+    assert 10 * wakes_in_a_flood({}) < wakes_in_a_flood({"DSEC_NATIVE_DISABLE": "output.rest"})
 
 
 # What is seen inside
