@@ -18,20 +18,24 @@ import msgspec
 from tests.kit.rtclient import Frame, run_plan
 
 # One order a line: what to say on which stream, what to leave behind, how to end. Without an end of its own it ends
-# with its input. The shell itself says the point: then nothing of the order is left that a kill could meet.
+# with its input. The shell itself says the point: then nothing of the order is left that a kill could meet. What it
+# leaves behind minds no hang-up: with a terminal that comes when the shell ends. Nobody else may send one.
 PLAYER: Final = """
 echo x >>/ran-$0
 while read -r order a b rest; do
     case $order in
     o) seq $a 99999999 | head -c $b; printf .;;
     e) seq $a 99999999 | head -c $b >&2; printf . >&2;;
-    b) sleep 100000 <&- >&- 2>&- & printf .;;
+    b) trap '' HUP; sleep 100000 <&- >&- 2>&- & trap - HUP; printf .;;
+    s) stty size;;
     x) exit $a;;
     k) kill -$a $$;;
     esac
 done
 exit 9
 """
+# The terminal changes nothing of what comes and goes, and its first word says from when on.
+TERMINAL_PLAYER: Final = f"stty raw -echo; printf .{PLAYER}"
 END_OF_INPUT: Final = 9
 STREAMS: Final = (0, 1)
 # As long as a runtime that starts waits for those who followed a run, less what a busy machine takes to say so.
@@ -73,29 +77,47 @@ class Program:
     readers: list[Reader] = field(default_factory=list)
     # How much it had been given, all of which it had done, when a fence was made or killed.
     fences: list[tuple[int, int, bool]] = field(default_factory=list)
+    # Of its terminal: how much it had been given, all of which it had done, and rows and columns from then on.
+    sizes: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, box: str, run: str, **over: Any) -> Program:
         plan = run_plan(box, run, ["sh", "-c", PLAYER, run], stdin_open=True, **over)
         return cls(run, plan, given=plan["stdin"])
 
+    @classmethod
+    def with_terminal(cls, box: str, run: str, size: tuple[int, int], **over: Any) -> Program:
+        """It must have said its first word before it is given anything."""
+        tty = {"rows": size[0], "cols": size[1]}
+        plan = run_plan(box, run, ["sh", "-c", TERMINAL_PLAYER, run], tty=tty, **over)
+        return cls(run, plan, sizes=[(0, size)])
+
+    @property
+    def terminal(self) -> bool:
+        return bool(self.sizes)
+
     def story(self) -> tuple[list[bytes], Ending | None]:
         """What it says in all on each stream, and its end if its orders have one."""
-        said: list[list[bytes]] = [[], []]
+        said: list[list[bytes]] = [[b"."] if self.terminal else [], []]
         end: Ending | None = None
+        done = 0
         lines = self.given.split(b"\n")
         for line in lines if self.closed else lines[:-1]:
             order, *numbers = line.split()[:3] or [b""]
             if order in (b"o", b"e"):
-                said[order == b"e"].append(spoken(int(numbers[0]), int(numbers[1])) + b".")
+                stream = order == b"e" and not self.terminal
+                said[stream].append(spoken(int(numbers[0]), int(numbers[1])) + b".")
             elif order == b"b":
                 said[0].append(b".")
+            elif order == b"s":
+                said[0].append(b"%d %d\n" % next(size for given, size in reversed(self.sizes) if given <= done))
             elif order == b"x":
                 end = Ending(exit_code=int(numbers[0]))
             elif order == b"k":
                 end = Ending(signal=int(numbers[0]), cause="signalled")
             if end is not None:
                 break
+            done += len(line) + 1
         if end is None and self.closed:
             end = Ending(exit_code=END_OF_INPUT)
         return [b"".join(parts) for parts in said], end

@@ -194,7 +194,8 @@ class FilesMachine(RuleBasedStateMachine):
     def put(self, rnd: random.Random) -> None:
         """What no call makes."""
         before, mark = self.tree.flat(), self.watching.mark()
-        path, fifo = filecalls.some_path(rnd, self.tree), rnd.random() < 0.25
+        # A slash behind it is a directory's.
+        path, fifo = filecalls.some_path(rnd, self.tree).rstrip(b"/"), rnd.random() < 0.25
         node = Node("fifo", 0o644) if fifo else Node("symlink", 0o777, filecalls.some_target(rnd, self.tree))
         try:
             self.tree.put(path, node)

@@ -1,4 +1,4 @@
-"""Programs, their input, their readers and their ends against a model, with a runtime that dies now and then."""
+"""Programs, their input or terminals, readers and ends against a model, with a runtime that dies now and then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ NUMBERS = itertools.count(1)
 PATIENCE_S = 120.0
 MEANT = (0, signal.SIGTERM, signal.SIGKILL)
 HARMLESS = (signal.SIGWINCH, signal.SIGCONT, signal.SIGURG, signal.SIGCHLD)
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
+# What busybox takes for impossible it shows as 24 and 80.
+SIDES = (2, 24, 80, 20_000)
+END_SIGNALS = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGKILL)
 
 
 def order(rnd: random.Random) -> bytes:
@@ -62,8 +64,8 @@ class ProgramsMachine(RuleBasedStateMachine):
         self.box = f"m{next(NUMBERS)}"
         self.control = self.node.client()
         create(self.control, self.box)
-        for seed in range(2):
-            self.start(random.Random(seed))
+        for terminal in (False, True):
+            self.begin_one(random.Random(0), terminal)
 
     def teardown(self) -> None:
         if not hasattr(self, "control"):
@@ -100,10 +102,16 @@ class ProgramsMachine(RuleBasedStateMachine):
 
     @rule(rnd=RANDOM)
     def start(self, rnd: random.Random) -> None:
-        if len(self.programs) == PROGRAMS_MAX:
-            return
-        over = {"stdin": order(rnd), "head_bytes": rnd.choice(CAPTURES), "tail_bytes": rnd.choice(CAPTURES)}
-        program = Program.of(self.box, f"p{next(NUMBERS)}", **over, spool_bytes=rnd.choice((0, 0, 100_000)))
+        if len(self.programs) < PROGRAMS_MAX:
+            self.begin_one(rnd, rnd.random() < 0.5)
+
+    def begin_one(self, rnd: random.Random, terminal: bool) -> None:
+        name, over = f"p{next(NUMBERS)}", {"head_bytes": rnd.choice(CAPTURES), "tail_bytes": rnd.choice(CAPTURES)}
+        over["spool_bytes"] = rnd.choice((0, 0, 100_000))
+        if terminal:
+            program = Program.with_terminal(self.box, name, (rnd.choice(SIDES), rnd.choice(SIDES)), **over)
+        else:
+            program = Program.of(self.box, name, stdin=order(rnd), **over)
         starter = self.node.client()
         starter.send("run.start", program.plan)
         if rnd.random() < 0.2:
@@ -118,6 +126,12 @@ class ProgramsMachine(RuleBasedStateMachine):
         starter.close()  # stops nothing
         self.programs.append(program)
         self.done["started"] += 1
+        if program.terminal:
+            self.done["with a terminal"] += 1
+            deadline = time.monotonic() + PATIENCE_S
+            while not self.is_idle(program):
+                assert time.monotonic() < deadline, f"{name} says nothing"
+                time.sleep(0.01)
 
     @rule(rnd=RANDOM)
     def feed(self, rnd: random.Random) -> None:
@@ -126,6 +140,12 @@ class ProgramsMachine(RuleBasedStateMachine):
             return
         more = b"".join(order(rnd) for _ in range(rnd.randrange(3)))
         again, eof = rnd.choice((0, 0, 1, 7, 10_000)), rnd.random() < 0.25
+        if program.terminal:
+            more += b"s\n" * rnd.randrange(2)
+            if eof:
+                with pytest.raises(RuntimeFault, match="bad_request"):
+                    self.call("run.stdin", program, offset=len(program.given), d=b"", eof=True)
+            eof = False
         offset = max(len(program.given) - again, 0)
         sent = program.given[offset:] + more
         program.given += more
@@ -197,6 +217,19 @@ class ProgramsMachine(RuleBasedStateMachine):
             assert (refused.value.code, refused.value.detail["fence"]) == ("conflict", made)
 
     fence_more = rule(rnd=RANDOM)(lambda self, rnd: self.fence(rnd))
+
+    @rule(rnd=RANDOM)
+    def resize(self, rnd: random.Random) -> None:
+        if (program := self.some(rnd, alive=True)) is None:
+            return
+        rows, cols = rnd.choice(SIDES), rnd.choice(SIDES)
+        if not program.terminal:
+            with pytest.raises(RuntimeFault, match="conflict"):
+                self.call("run.resize", program, rows=rows, cols=cols)
+        elif self.is_idle(program):
+            self.call("run.resize", program, rows=rows, cols=cols)
+            program.sizes.append((len(program.given), (rows, cols)))
+            self.done["resized"] += 1
 
     def is_idle(self, program: Program) -> bool:
         """Whether it has done all that it was given."""
