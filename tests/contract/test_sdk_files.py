@@ -62,6 +62,9 @@ def test_errors_are_those_of_files(sbx: dsec.Sandbox) -> None:
         sbx.files.read("/a\0b")
     with pytest.raises(dsec.InvalidSpec, match="path"):
         sbx.files.read("")
+    for mode, allowed in ((0o10000, "0 to 0o7777"), (755, "0o755"), (644, "0o644"), (777, "0o777")):
+        with pytest.raises(dsec.InvalidSpec, match=f"mode={mode} .*{allowed}$"):
+            sbx.files.write("/f", b"", mode=mode)
     with pytest.raises(dsec.ProgramNotStarted):
         sbx.files.read("/x", user="nosuchuser")
 

@@ -325,4 +325,7 @@ def check_mode(mode: int | None) -> int | None:
     """Raises InvalidSpec for what are no permission bits."""
     if mode is not None and not 0 <= mode <= MODE_MAX:
         raise InvalidSpec.field("mode", mode, "0 to 0o7777")
+    # 0o1000 and more without what makes use of the sticky bit: nobody means that.
+    if mode is not None and 0o1000 <= mode <= 777 and set(str(mode)) <= set("01234567"):
+        raise InvalidSpec.field("mode", mode, f"octal digits as such: 0o{mode}")
     return mode
