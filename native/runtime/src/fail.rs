@@ -16,6 +16,7 @@ pub const NAMES: &[&str] = &[
     "run.put_pid",
     "run.segment",
     "run.spliced",
+    "output.relayed",
     "run.stdin",
     "output.move",
     "output.moved",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit.rtclient import Client, Node, RuntimeFault, run_plan
 from tests.kit.rtnode import cpu_ticks, create, frozen_file, make_node, needs, sh
-from tests.root.runtime.test_terminals import SIZE, Screen, until
+from tests.root.runtime.test_terminals import PATIENCE_S, SIZE, Screen, until
 
 pytestmark = [*needs, pytest.mark.one_guest]
 
@@ -43,6 +43,25 @@ def test_a_runtime_that_dies_loses_no_output_and_repeats_none(node: Node) -> Non
         assert kills >= 3
         assert bytes(screen.shown) == expected
         assert screen.result["exit_code"] == 3
+
+
+def test_what_has_left_the_terminal_when_the_runtime_dies_needs_nothing_behind_it() -> None:
+    """The program says one word and waits: nothing that happens in its terminal later wakes anybody."""
+    node = make_node(env={"DSEC_NATIVE_FAILPOINTS": "output.relayed:1:kill"})
+    try:
+        with node.client() as c:
+            create(c, "a")
+            c.send("run.start", run_plan("a", "t", sh("printf word; sleep 1000"), tty=SIZE))
+            with pytest.raises(ConnectionError):
+                while c.recv():
+                    pass
+        deadline = time.monotonic() + PATIENCE_S
+        with node.client() as c:
+            while not c.call("run.read", sandbox="a", run="t", s=1, offset=0, max=100)["d"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    finally:
+        node.stop()
 
 
 def test_a_runtime_that_dies_loses_no_key_and_repeats_none(node: Node) -> None:

@@ -167,6 +167,8 @@ enum Timer {
     Opening(u64),
     /// The input of a terminal that took no more is tried again.
     Input(u64),
+    /// What has left a terminal already is to be taken.
+    Relayed(u64),
     /// The disk below the sandboxes is to be looked at.
     Disks,
     /// A file helper had its time to get ready.
@@ -429,6 +431,7 @@ impl Server {
                 Timer::Disks => self.look_at_disks(),
                 Timer::Helper(i) => self.helper_late(i),
                 Timer::Rested(i, s) => self.rested(i, s),
+                Timer::Relayed(i) => self.output_ready(i, 0),
                 Timer::Unkillable(i) => self.look_at_killed(i),
                 Timer::Lingering(i) => self.stop_took_long(i),
                 Timer::Accept => {

@@ -79,6 +79,9 @@ impl Server {
                 warning!("output.watch", run = run.key(), error = e);
             }
             run.streams[s].watched = want;
+            if want && s == 0 && run.has_relayed() {
+                self.at(util::monotonic_ns(), Timer::Relayed(index));
+            }
         }
     }
 

@@ -218,6 +218,9 @@ impl Server {
                 break;
             };
             left = terminal.relay()?;
+            if left == Left::More {
+                fail::pass("output.relayed");
+            }
         }
         self.set_quiet(index, left == Left::Nobody);
         Ok(moved)
@@ -291,6 +294,14 @@ impl Server {
 }
 
 impl Run {
+    /// Whether something has left the terminal that is not in the segment: an earlier runtime died over it, or memory
+    /// ran out. The terminal itself says nothing of that.
+    pub(super) fn has_relayed(&self) -> bool {
+        let pipe = self.streams[0].pipe.as_ref();
+        let pipe = pipe.filter(|_| self.terminal.is_some());
+        pipe.is_some_and(|pipe| rustix::io::ioctl_fionread(pipe).is_ok_and(|n| n > 0))
+    }
+
     /// How an output is waited for.
     pub(super) fn output_flags(&self, s: usize) -> EventFlags {
         match &self.terminal {
