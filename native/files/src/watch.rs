@@ -48,6 +48,9 @@ const MASK: WatchFlags = WatchFlags::CREATE
 #[serde(rename_all = "lowercase")]
 enum Kind {
     Created,
+    /// By a move: something else may have had the name before, and nothing says so.
+    #[serde(rename = "created")]
+    Placed,
     Modified,
     Attributes,
     Deleted,
@@ -60,8 +63,9 @@ fn coalesce(before: Option<Kind>, now: Kind) -> Option<Kind> {
         (Some(Kind::Created), Kind::Deleted) => return None,
         (Some(Kind::Created), _) => Kind::Created,
         // Another file of the same name.
-        (Some(Kind::Deleted), Kind::Created) => Kind::Modified,
+        (Some(Kind::Deleted), Kind::Created | Kind::Placed) => Kind::Modified,
         (Some(_), Kind::Deleted) => Kind::Deleted,
+        (Some(Kind::Placed), _) => Kind::Placed,
         (Some(Kind::Attributes), now) => now,
         (Some(before), _) => before,
     })
@@ -472,7 +476,11 @@ impl Watch {
         let path = join(dir, &name);
         let directory = events.contains(ReadFlags::ISDIR);
         if events.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) {
-            self.note(path.clone(), Kind::Created);
+            let moved = events.contains(ReadFlags::MOVED_TO);
+            self.note(
+                path.clone(),
+                if moved { Kind::Placed } else { Kind::Created },
+            );
             if directory && self.recursive {
                 self.appeared(&path);
             }
@@ -483,9 +491,15 @@ impl Watch {
             self.note(path, Kind::Deleted);
         } else if events.contains(ReadFlags::MODIFY) {
             self.note(path, Kind::Modified);
-        } else if events.contains(ReadFlags::ATTRIB) {
+        } else if events.contains(ReadFlags::ATTRIB) && self.is_there(&path) {
             self.note(path, Kind::Attributes);
         }
+    }
+
+    /// Of a file that has no name yet, or none any more, the kernel tells under one that it makes up or had.
+    fn is_there(&self, path: &[u8]) -> bool {
+        let path = join(&self.root, path);
+        statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).err() != Some(Errno::NOENT)
     }
 }
 
@@ -495,7 +509,7 @@ mod tests {
 
     #[test]
     fn changes_of_one_path_are_one() {
-        use Kind::{Attributes, Created, Deleted, Modified};
+        use Kind::{Attributes, Created, Deleted, Modified, Placed};
         for (all, one) in [
             (&[Created, Modified, Attributes][..], Some(Created)),
             (&[Created, Deleted], None),
@@ -504,6 +518,10 @@ mod tests {
             (&[Attributes, Modified], Some(Modified)),
             (&[Modified, Attributes], Some(Modified)),
             (&[Modified, Deleted], Some(Deleted)),
+            (&[Placed, Modified, Attributes], Some(Placed)),
+            (&[Placed, Deleted], Some(Deleted)),
+            (&[Created, Placed, Deleted], None),
+            (&[Deleted, Placed], Some(Modified)),
         ] {
             let found = all.iter().fold(None, |before, now| coalesce(before, *now));
             assert_eq!(found, one, "{all:?}");

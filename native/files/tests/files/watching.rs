@@ -71,6 +71,32 @@ fn changes_are_seen_and_coalesced() {
 }
 
 #[test]
+fn what_was_replaced_and_removed_at_once_is_removed() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    std::fs::write(dir.at("old"), b"").unwrap();
+    begin(&mut c, &dir.path, true);
+    std::fs::write(dir.at("new"), b"").unwrap();
+    std::fs::rename(dir.at("new"), dir.at("old")).unwrap();
+    std::fs::remove_file(dir.at("old")).unwrap();
+    let seen = Seen::until(&mut c, &dir.at("old"), "deleted");
+    assert_eq!(seen.0.len(), 1, "{:?}", seen.0);
+}
+
+#[test]
+fn a_file_without_a_name_is_not_told_of() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    begin(&mut c, &dir.path, true);
+    let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    let file = rustix::fs::open(&dir.path, flags, mode).unwrap();
+    rustix::fs::fchmod(&file, rustix::fs::Mode::from_raw_mode(0o640)).unwrap();
+    rustix::io::write(&file, b"x").unwrap();
+    std::fs::write(dir.at("f"), b"").unwrap();
+    let seen = Seen::until(&mut c, &dir.at("f"), "created");
+    assert_eq!(seen.0.len(), 1, "{:?}", seen.0);
+}
+
+#[test]
 fn only_the_directory_itself_when_not_recursive() {
     let (mut c, dir) = (Client::new(), Dir::new());
     std::fs::create_dir(dir.at("sub")).unwrap();
