@@ -217,9 +217,18 @@ def test_no_more_terminals_than_the_sandbox_may_have(node: Node) -> None:
                 assert {r["run"] for r in c.call("run.list", sandbox="a")["runs"]} == {"one", "two"}
                 two.type(b"\n")
                 two.end()
-            assert c.call("run.start", **run_plan("a", "three", ["true"], tty=SIZE))["exit_code"] == 0
+            # Kernel 6.1 is not always done with one when its last descriptor was closed.
+            until(lambda: starts_three(c))
             one.type(b"\n")
             one.end()
+
+
+def starts_three(c: Client) -> bool:
+    try:
+        return bool(c.call("run.start", **run_plan("a", "three", ["true"], tty=SIZE))["exit_code"] == 0)
+    except RuntimeFault as error:
+        assert error.detail["resource"] == "terminals"
+        return False
 
 
 def inside(node: Node, sandbox: str, *command: str) -> None:
