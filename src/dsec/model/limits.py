@@ -13,7 +13,10 @@ LABELS_MAX: Final = 64
 LABEL_KEY_MAX_CHARS: Final = 64
 LABEL_VALUE_MAX_CHARS: Final = 256
 ENV_MAX_ENTRIES: Final = 1024
-NETWORK_RULES_MAX: Final = 256
+NETWORK_RULES_MAX: Final = 256  # of one part of a policy
+NETWORK_TARGET_MAX_CHARS: Final = 255  # a wildcard before the longest name of a host that there is
+NETWORK_PORTS_MAX: Final = 16  # numbers and ranges of one rule
+NETWORK_PHASES_MAX: Final = 16
 # References to images and snapshots, which their registries check further.
 SOURCE_MAX_CHARS: Final = 1024
 

@@ -5,33 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self
 
 import msgspec
 
 from dsec.model import ids, limits
+from dsec.model.convert import Checked, convert
 from dsec.model.errors import InvalidSpec
+from dsec.model.network import Network, policy_of
 
 Backend = Literal["container", "microvm", "vm", "fncall"]
 OnIdle = Literal["stop", "pause"]
 Qos = Literal["best_effort", "latency"]
 IfExists = Literal["error", "get"]
-Network = dict[str, bool]
 
 BACKENDS = ("fncall", "container", "microvm", "vm")
 DEFAULT_BASE = "debian:12"
-
-
-class _Checked(msgspec.StructMeta):
-    """Of structs that callers make: a wrong type and an unknown name are told when one is made, and by their field.
-
-    msgspec itself takes any type there, which then is an error of Python's where it is first used.
-    """
-
-    if not TYPE_CHECKING:  # for whom the constructor has the fields, with their types
-
-        def __call__(cls, *args, **fields):
-            return super().__call__(*args, **fields) if args else convert(fields, cls)
 
 
 class Spec(
@@ -40,14 +29,15 @@ class Spec(
     kw_only=True,
     forbid_unknown_fields=True,
     omit_defaults=True,
-    metaclass=_Checked,
+    metaclass=Checked,
 ):
     """One sandbox to create. Sizes are MiB, times seconds, `cpu` is in cores.
 
     Exactly one of `image`, `base`, `environment`, `snapshot`; when none is given, the base is `debian:12`.
     `cpu`, `memory_mib`, `disk_mib` and `pids` are limits. A sandbox stops (or pauses, `on_idle`) after `idle_timeout_s`
-    without a call, and always after `lifetime_s`. `network` maps names of mirrors to whether they may be reached;
-    without one a sandbox has loopback only. `wait_s` is how long to wait for room on a full node.
+    without a call, and always after `lifetime_s`. `network` maps names of mirrors to whether they may be reached,
+    or is a whole policy as plain data; without one a sandbox has loopback only. `wait_s` is how long to wait for room
+    on a full node.
     """
 
     backend: Backend = "container"
@@ -96,7 +86,7 @@ class Spec(
         _number("wait_s", self.wait_s, 0, limits.WAIT_MAX_S)
         check_env(self.env)
         check_labels(self.labels)
-        check_network(self.network)
+        policy_of(self.network)
         if self.cwd is not None:
             check_path("cwd", self.cwd)
         if self.user is not None:
@@ -160,45 +150,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return parts
 
 
-T = TypeVar("T")
-
-
-def convert(fields: Mapping[str, Any], to: type[T]) -> T:
-    """Plain data as a struct. Raises InvalidSpec naming the field whose type is wrong or that does not exist."""
-    try:
-        return msgspec.convert(dict(fields), to, strict=True)
-    except msgspec.ValidationError as error:
-        raise invalid(error, to) from error
-
-
-def invalid(error: msgspec.ValidationError, to: Any) -> InvalidSpec:
-    """An InvalidSpec for what msgspec found wrong: the field from its path, its own words and what could be meant."""
-    text = str(error)
-    _, marked, path = text.rpartition(" - at `$")
-    field = path.rstrip("`").lstrip(".").partition("[")[0] if marked else ""
-    if match := _UNKNOWN.search(text):
-        field = match.group(1)
-    hint = _meant(to, field, unknown=match is not None) if isinstance(to, type) else ""
-    return InvalidSpec(f"{field}: {text}{hint}" if field else text, detail={"field": field or None})
-
-
-def _meant(to: type, field: str, *, unknown: bool) -> str:
-    """What stands in a field of a struct, or which field looks like an unknown one."""
-    fields = getattr(to, "__struct_fields__", ())
-    if unknown:
-        from dsec.model.words import meant
-
-        return meant(field, fields)
-    if field not in fields:
-        return ""
-    if field == "environment" and "env" in fields:
-        return "; variables are env={...}"
-    if field == "network":
-        return "; by default a sandbox has none but its own loopback"
-    hint = get_type_hints(to)[field]
-    return f"; allowed: {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
-
-
 def os_bytes(field: str, text: str) -> bytes:
     """Text as the bytes a kernel takes; surrogate escapes stand for undecodable bytes, as in `os.fsencode`."""
     try:
@@ -230,14 +181,6 @@ def check_labels(labels: Mapping[str, str]) -> None:
             raise InvalidSpec.field(
                 "labels", f"{key}=...", f"values of at most {limits.LABEL_VALUE_MAX_CHARS} letters, no NUL"
             )
-
-
-def check_network(network: Mapping[str, bool]) -> None:
-    """Raises InvalidSpec unless number and names of the rules are within the limits."""
-    if len(network) > limits.NETWORK_RULES_MAX:
-        raise InvalidSpec.field("network", f"{len(network)} rules", f"at most {limits.NETWORK_RULES_MAX}")
-    for name in network:
-        ids.check_name(name, "network")
 
 
 def check_path(field: str, path: str) -> None:
@@ -287,4 +230,3 @@ def _check_source(spec: Spec) -> None:
 
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\$?(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?\Z")
 _HOSTNAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}\Z")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")

@@ -12,8 +12,9 @@ import msgspec
 import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
-from dsec.model.errors import Conflict, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown, Unsupported
-from dsec.model.specs import RunSpec, Spec, check_labels, check_network
+from dsec.model.errors import Conflict, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown
+from dsec.model.network import Network, policy_of
+from dsec.model.specs import RunSpec, Spec, check_labels
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
 from dsec.node.box import SELECT, Box, read_row
@@ -24,7 +25,7 @@ from dsec.node.events import Events
 from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
-from dsec.node.plan import TALKED_TO
+from dsec.node.plan import TALKED_TO, refuse_network
 from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
 from dsec.node.runs import Flight
@@ -269,15 +270,11 @@ class Node:
         digest = content_hash("labels", labels)
         return decode_info(await self.core.once(box.id, check_key(key), digest, "labels", work, changes=box))
 
-    async def set_network(self, ref: str, network: dict[str, bool], key: str | None = None) -> SandboxInfo:
+    async def set_network(self, ref: str, network: Network, key: str | None = None) -> SandboxInfo:
         """Only "nothing may be reached" is possible yet; anything else is refused."""
-        check_network(network)
+        policy_of(network)
         box = await self._ready(ref)
-        allowed = sorted(name for name, open_ in network.items() if open_)
-        if allowed:
-            raise Unsupported.lacks(
-                f"network {', '.join(allowed)}", "network policy", "this node gives sandboxes loopback only"
-            )
+        refuse_network(network)
 
         async def work() -> tuple[bytes, list[Statement]]:
             box.running_guest()

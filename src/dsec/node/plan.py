@@ -12,6 +12,7 @@ from dsec.backends.base import LayerMount, RunPlan, StartPlan
 from dsec.model import limits
 from dsec.model.errors import Unsupported
 from dsec.model.limits import MIB
+from dsec.model.network import Network, opened
 from dsec.model.processes import How
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import LayerInfo, LayerRef
@@ -46,13 +47,17 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-def refuse_unsupported(spec: Spec) -> None:
-    """Raises Unsupported, naming the mechanism, for what no backend of this node can do yet."""
-    allowed = sorted(name for name, open_ in spec.network.items() if open_)
-    if allowed:
+def refuse_network(network: Network) -> None:
+    """Raises Unsupported for a policy that would open anything: no backend of this node can enforce one yet."""
+    if allowed := opened(network):
         raise Unsupported.lacks(
             f"network {', '.join(allowed)}", "network policy", "this node gives sandboxes loopback only"
         )
+
+
+def refuse_unsupported(spec: Spec) -> None:
+    """Raises Unsupported, naming the mechanism, for what no backend of this node can do yet."""
+    refuse_network(spec.network)
     if spec.image is not None:
         raise Unsupported.lacks(
             f"image {spec.image}",

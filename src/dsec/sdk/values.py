@@ -37,7 +37,7 @@ class ManyFields(TypedDict, total=False):
     idle_timeout_s: float | None
     lifetime_s: float | None
     on_idle: Literal["stop", "pause"]
-    network: Mapping[str, bool]
+    network: Mapping[str, Any]
     qos: Literal["best_effort", "latency"]
     env: Mapping[str, str]
     cwd: str | None

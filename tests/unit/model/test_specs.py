@@ -8,8 +8,9 @@ import pickle
 import msgspec
 import pytest
 
+from dsec.model.convert import convert
 from dsec.model.errors import InvalidSpec
-from dsec.model.specs import RunSpec, Spec, convert
+from dsec.model.specs import RunSpec, Spec
 
 
 @pytest.mark.parametrize(

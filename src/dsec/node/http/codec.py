@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
+from dsec.model.convert import invalid
 from dsec.model.errors import InvalidSpec
-from dsec.model.specs import invalid
 
 JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec, NotFound
+from dsec.model.network import Network
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import Capabilities, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
 from dsec.node.agent import VERSION, Node, Page, Query
@@ -185,7 +186,7 @@ async def usage(node: Node, ex: Exchange, _: None) -> None:
     await ex.reply(200, await node.usage(ex.params[0]))
 
 
-async def network(node: Node, ex: Exchange, request: dict[str, bool]) -> None:
+async def network(node: Node, ex: Exchange, request: Network) -> None:
     await ex.reply(200, await node.set_network(ex.params[0], request, ex.key))
 
 
@@ -271,7 +272,7 @@ ROUTES: tuple[Route, ...] = (
         f"{S}/{{ref}}/network",
         network,
         "What it may reach",
-        body=dict[str, bool],
+        body=Network,
         answer=SandboxInfo,
         keyed=True,
     ),

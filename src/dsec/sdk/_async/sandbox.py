@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dsec.model import limits
 from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import new_key
+from dsec.model.network import patched
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._async.run import AsyncRun
@@ -114,14 +115,14 @@ class AsyncSandbox:
         """Replace all its labels."""
         return await self._update("PUT", "/labels", {"labels": dict(labels)})
 
-    async def set_network(self, network: Mapping[str, bool]) -> SandboxInfo:
+    async def set_network(self, network: Mapping[str, Any]) -> SandboxInfo:
         """Replace its whole network policy. Unsupported: this node cannot enforce what is asked."""
         return await self._update("PUT", "/network", dict(network))
 
     async def patch_network(self, network: Mapping[str, bool]) -> SandboxInfo:
-        """Change the named entries of its network policy and keep the others."""
+        """Change the named entries of its network policy and keep the others. Of names of mirrors only."""
         info = await self.info()
-        return await self.set_network({**info.spec.network, **network})
+        return await self.set_network(patched(info.spec.network, network))
 
     async def usage(self) -> Usage:
         """What it has used, and uses now."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dsec.model import limits
 from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import new_key
+from dsec.model.network import patched
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._sync.run import Run
@@ -116,14 +117,14 @@ class Sandbox:
         """Replace all its labels."""
         return self._update("PUT", "/labels", {"labels": dict(labels)})
 
-    def set_network(self, network: Mapping[str, bool]) -> SandboxInfo:
+    def set_network(self, network: Mapping[str, Any]) -> SandboxInfo:
         """Replace its whole network policy. Unsupported: this node cannot enforce what is asked."""
         return self._update("PUT", "/network", dict(network))
 
     def patch_network(self, network: Mapping[str, bool]) -> SandboxInfo:
-        """Change the named entries of its network policy and keep the others."""
+        """Change the named entries of its network policy and keep the others. Of names of mirrors only."""
         info = self.info()
-        return self.set_network({**info.spec.network, **network})
+        return self.set_network(patched(info.spec.network, network))
 
     def usage(self) -> Usage:
         """What it has used, and uses now."""

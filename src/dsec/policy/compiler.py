@@ -1,0 +1,159 @@
+"""A sandbox's policy and its operator's as one table: whoever comes first decides.
+
+The order is the precedence (docs/adr/0011): the operator's floor, the sandbox's own rules, those of its profile, the
+operator's default; of each what it denies, then what it allows. Behind the last nothing is allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal
+
+import msgspec
+
+from dsec.model.errors import InvalidSpec
+from dsec.model.network import ALL_PORTS, By, Policy, Ports, Protocol, Rule, joined, port_ranges
+from dsec.policy import addresses, hosts
+from dsec.policy.merge import effective
+from dsec.policy.operator import Operator, known_mirror
+from dsec.policy.table import ID_MAX_CHARS, RULES_MAX, Artifact, Table, TableRule
+
+NODE_ADDRESSES_MAX: Final = 1024
+
+_DOMAIN_PORTS: Final[Ports] = ((80, 80), (443, 443))
+_KINDS: Final = ("name", "suffix", "range")
+
+Where = Literal["floor", "own", "profile", "default"]
+Kind = Literal["name", "suffix", "range"]
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules of one author, all of one precedence; `field` is where they stand, for messages."""
+
+    where: Where
+    field: str
+    rules: tuple[Rule, ...]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What lines of a table are grouped by: they differ in ports only, and become one."""
+
+    id: str
+    action: Literal["allow", "deny"]
+    kind: Kind
+    value: str
+    protocol: Protocol | None
+    by: By
+
+
+def compile_policy(policy: Policy, operator: Operator, node: Iterable[str] = ()) -> Artifact:
+    """The artifact of a policy in its phase, on a node with these addresses of its own. Always the same for the same.
+
+    Raises InvalidSpec naming the field of the sandbox's policy (below `network`), or of the operator's, or `node`.
+    """
+    own = node_ranges(node)
+    closed = addresses.closed(own)
+    rules: list[TableRule] = []
+    for level in levels(policy, operator):
+        rules += table_rules(level, operator, closed)
+    if len(rules) > RULES_MAX:
+        raise InvalidSpec.field("network", f"{len(rules)} rules of the table", f"at most {RULES_MAX}")
+    expose = effective(policy).expose or ()
+    return Artifact(table=Table(rules=tuple(rules)), node=tuple(map(str, own)), expose=expose)
+
+
+def levels(policy: Policy, operator: Operator) -> list[Level]:
+    """Whose rules hold, in the order in which they decide. Raises InvalidSpec: there is no such profile."""
+    part = effective(policy)
+    made = [
+        Level(where="floor", field="floor", rules=operator.floor),
+        Level(where="own", field="network.rules", rules=part.rules),
+    ]
+    if part.profile is not None:
+        if part.profile not in operator.profiles:
+            allowed = ", ".join(operator.profiles) or "none on this node"
+            raise InvalidSpec.field("network.profile", part.profile, allowed)
+        field = f"profiles.{part.profile}"
+        made.append(Level(where="profile", field=field, rules=operator.profiles[part.profile]))
+    return [*made, Level(where="default", field="default", rules=operator.default)]
+
+
+def table_rules(level: Level, operator: Operator, closed: addresses.Closed) -> list[TableRule]:
+    """The lines of one level, what denies first; in an order of their own, not that in which they were written."""
+    found: dict[_Line, list[Ports]] = {}
+    for index, rule in enumerate(level.rules):
+        for line, ports in _lines(rule, level, f"{level.field}[{index}]", operator, closed):
+            found.setdefault(line, []).append(ports)
+    return sorted((_table_rule(line, ports) for line, ports in found.items()), key=_place)
+
+
+def rule_id(where: Where, rule: Rule) -> str:
+    """What a rule is called in verdicts: by whose it is and what it is about, so that a patch renames no other."""
+    kind, target = rule.target
+    made = f"{where}/{rule.action}/{kind}:{target}"
+    if len(made) <= ID_MAX_CHARS:
+        return made
+    return f"{made[: ID_MAX_CHARS - 18]}~{hashlib.sha256(made.encode()).hexdigest()[:16]}"
+
+
+def node_ranges(node: Iterable[str]) -> list[addresses.Range]:
+    """A node's own addresses in their normal form, each once, in order."""
+    found = {addresses.cidr(text, "node") for text in node}
+    if len(found) > NODE_ADDRESSES_MAX:
+        raise InvalidSpec.field("node", f"{len(found)} addresses", f"at most {NODE_ADDRESSES_MAX}")
+    return sorted(found, key=lambda made: (made.version, int(made.network_address), made.prefixlen))
+
+
+def _lines(
+    rule: Rule, level: Level, field: str, operator: Operator, closed: addresses.Closed
+) -> Iterator[tuple[_Line, Ports]]:
+    """What one rule says, target by target."""
+    allows = rule.action == "allow"
+    ports = port_ranges(rule.ports, f"{field}.ports")
+    protocol = rule.protocol or ("tcp" if allows else None)
+    name = rule_id(level.where, rule)
+    if rule.cidr is not None:
+        for made in _ranges(rule, level, field, closed):
+            yield _Line(name, rule.action, "range", str(made), protocol, "name"), ports
+        return
+    targets, usual = [rule.domain or ""], _DOMAIN_PORTS
+    if rule.mirror is not None:
+        mirror = known_mirror(rule, operator.mirrors, field)
+        targets, usual = list(mirror.hosts), mirror.ranges
+    for target in targets:
+        kind: Kind = "suffix" if target.startswith(hosts.WILDCARD) else "name"
+        value = target.removeprefix(hosts.WILDCARD)
+        yield _Line(name, rule.action, kind, value, protocol, rule.by), ports or (usual if allows else ALL_PORTS)
+
+
+def _ranges(rule: Rule, level: Level, field: str, closed: addresses.Closed) -> list[addresses.Range]:
+    """The ranges that a rule for one stands for: to deny, wherever else in IPv6 they are; to allow, what is open."""
+    made = addresses.cidr(rule.cidr or "", f"{field}.cidr")
+    if rule.action == "deny":
+        return [made, *addresses.images(made)]
+    if level.where == "own" and (why := addresses.why_closed(made, closed)) is not None:
+        allowed = f"addresses of the Internet; these are not ({why}), and only the operator's rules open them"
+        raise InvalidSpec.field(f"{field}.cidr", rule.cidr, allowed)
+    return addresses.without(made, closed)
+
+
+def _table_rule(line: _Line, ports: list[Ports]) -> TableRule:
+    # No ports are all of them: a rule about a range to deny has none, one that allows always has some.
+    given = joined([pair for some in ports for pair in some or ALL_PORTS])
+    return TableRule(
+        id=line.id,
+        action=line.action,
+        name=line.value if line.kind == "name" else None,
+        suffix=line.value if line.kind == "suffix" else None,
+        range=line.value if line.kind == "range" else None,
+        ports=() if given == ALL_PORTS else given,
+        protocol=line.protocol,
+        check="address" if line.by == "address" else "spoken",
+    )
+
+
+def _place(rule: TableRule) -> tuple[bool, int, str, str, str, str]:
+    kind = next(index for index, kind in enumerate(_KINDS) if getattr(rule, kind) is not None)
+    value = rule.name or rule.suffix or rule.range or ""
+    return rule.action == "allow", kind, value, rule.protocol or "", rule.check, rule.id
