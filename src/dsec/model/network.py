@@ -126,7 +126,7 @@ class Policy(Part, frozen=True, kw_only=True, tag_field="version", tag=1):
 
     def document(self) -> Network:
         """It as plain data, as `Spec.network` takes it."""
-        data: Network = msgspec.to_builtins(self)
+        data: Network = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, IPv6Network, NetmaskValueError
 from typing import Final, TypeVar
@@ -115,13 +115,16 @@ def images(made: Range) -> list[Range]:
     ]
 
 
-def closed(node: Iterable[Range] = ()) -> Closed:
-    """What is closed on a node, whose own addresses are `node`: ranges and why, the shortest range last."""
+@lru_cache(maxsize=64)
+def closed(node: tuple[Range, ...] = ()) -> Closed:
+    """What is closed on a node, whose own addresses are `node`: ranges and why, the smallest first."""
     found = {network(text): why for text, why in _CLOSED.items()} | dict.fromkeys(node, "the node's own")
     for made, why in list(found.items()):
         for image in images(made):
             found.setdefault(image, why)
-    return sorted(found.items(), key=lambda pair: (-pair[0].prefixlen, pair[0].version, int(pair[0].network_address)))
+    return tuple(
+        sorted(found.items(), key=lambda pair: (-pair[0].prefixlen, pair[0].version, int(pair[0].network_address)))
+    )
 
 
 def why_closed(at: Address | Range, closed: Closed) -> str | None:

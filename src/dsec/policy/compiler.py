@@ -94,15 +94,15 @@ def rule_id(where: Where, rule: Rule) -> str:
     made = f"{where}/{rule.action}/{kind}:{target}"
     if len(made) <= ID_MAX_CHARS:
         return made
-    return f"{made[: ID_MAX_CHARS - 18]}~{hashlib.sha256(made.encode()).hexdigest()[:16]}"
+    return f"{made[: ID_MAX_CHARS - 17]}~{hashlib.sha256(made.encode()).hexdigest()[:16]}"
 
 
-def node_ranges(node: Iterable[str]) -> list[addresses.Range]:
+def node_ranges(node: Iterable[str]) -> tuple[addresses.Range, ...]:
     """A node's own addresses in their normal form, each once, in order."""
     found = {addresses.cidr(text, "node") for text in node}
     if len(found) > NODE_ADDRESSES_MAX:
         raise InvalidSpec.field("node", f"{len(found)} addresses", f"at most {NODE_ADDRESSES_MAX}")
-    return sorted(found, key=lambda made: (made.version, int(made.network_address), made.prefixlen))
+    return tuple(sorted(found, key=lambda made: (made.version, int(made.network_address), made.prefixlen)))
 
 
 def _lines(

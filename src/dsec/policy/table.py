@@ -165,7 +165,7 @@ def _asked(artifact: Artifact, name: str | None, address: str | None) -> _Asked 
     at = None if address is None else addresses.address(address)
     if at is None:
         return Verdict(allow=False, reason="no address") if address is not None else _Asked(said, None, False)
-    closed = addresses.closed(map(addresses.network, artifact.node))
+    closed = addresses.closed(tuple(map(addresses.network, artifact.node)))
     return _Asked(said, at, addresses.why_closed(at, closed) is not None)
 
 
