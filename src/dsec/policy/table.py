@@ -123,10 +123,13 @@ def decide(artifact: Artifact, query: Query) -> Verdict:
 
 
 def resolves(artifact: Artifact, name: str, address: str | None = None) -> Verdict:
-    """Whether a question for a name is answered, and with this address: if anything may be reached there at all.
+    """Whether a question for a name is asked at all, and answered with this address: if anything may be reached there.
 
-    The rule is the first that allows some port which no rule before it denies; of a denial the first about the name.
+    The name has to be allowed as such: that a range is does not make any name be asked for that may lie in it. The rule
+    is the first that allows some port which no rule before it denies; of a denial the first that is about it.
     """
+    if address is not None and not (verdict := resolves(artifact, name)).allow:
+        return verdict
     asked = _asked(artifact, name, address)
     if isinstance(asked, Verdict):
         return asked

@@ -43,6 +43,7 @@ LEFT_OUT = {
     "tests/contract/test_memory.py": "HTTP over the fake backend",
     "tests/contract/test_native_vectors.py": "no kernel is involved",
     "tests/contract/test_openapi.py": "HTTP over the fake backend",
+    "tests/contract/test_policy_vectors.py": "no kernel is involved",
     "tests/contract/test_sdk_diff.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_attach.py": "the SDK over the fake backend",
     "tests/contract/test_sdk_events.py": "the SDK over the fake backend",

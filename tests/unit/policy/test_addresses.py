@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dsec.model.errors import InvalidSpec
 from dsec.policy import addresses
 from dsec.policy.addresses import address, cidr, closed, why_closed, within, without
+from tests.unit.policy import CALM
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ RANGES = st.one_of(
 )
 
 
+@CALM
 @given(RANGES, st.data())
 def test_a_range_without_what_is_closed_in_it(made: addresses.Range, data: st.DataObject) -> None:
     shut = closed((cidr("1.1.1.1", "node"),))
@@ -183,6 +185,7 @@ def test_a_range_without_what_is_closed_in_it(made: addresses.Range, data: st.Da
         assert sum(at in net for net in left) == expected, (at, made)
 
 
+@CALM
 @given(st.integers(0, 2**32 - 1), st.integers(0, 32))
 def test_images_are_where_ipv4_stands_in_ipv6(number: int, length: int) -> None:
     made = IPv4Network((number & -(1 << (32 - length)), length))

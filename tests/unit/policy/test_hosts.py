@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dsec.model.errors import InvalidSpec
 from dsec.policy import hosts
+from tests.unit.policy import CALM
 
 LONGEST = ".".join(["a" * 63] * 3 + ["b" * 61])
 
@@ -169,6 +170,7 @@ def test_a_name_itself_and_those_below_it(pattern: str, name: str, fits: bool) -
     assert hosts.fits(pattern, name) is fits
 
 
+@CALM
 @given(st.text(max_size=300))
 def test_whatever_is_written_has_one_form_or_none(text: str) -> None:
     try:
@@ -182,6 +184,7 @@ def test_whatever_is_written_has_one_form_or_none(text: str) -> None:
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9]{0,5}(\.[a-z][a-z0-9]{1,5}){1,3}", fullmatch=True)
 
 
+@CALM
 @given(NAMES, st.data())
 def test_case_and_final_dot_make_no_difference(name: str, data: st.DataObject) -> None:
     cases = data.draw(st.lists(st.booleans(), min_size=len(name), max_size=len(name)))
@@ -191,6 +194,7 @@ def test_case_and_final_dot_make_no_difference(name: str, data: st.DataObject) -
     assert hosts.pattern(written, "f") == hosts.said(written) == name
 
 
+@CALM
 @given(st.text(alphabet="aB0-_.*x\u00fc ", max_size=80))
 def test_said_is_the_same_twice(text: str) -> None:
     name = hosts.said(text)

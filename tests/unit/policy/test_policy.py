@@ -14,6 +14,7 @@ from dsec.model.errors import InvalidSpec
 from dsec.model.network import Part, Policy, Rule, policy_of
 from dsec.policy import Query, compile_policy, decide, effective, hosts, merge, normal, operator
 from dsec.policy.operator import HOSTS_MAX
+from tests.unit.policy import CALM
 
 PLAIN = operator()
 
@@ -108,11 +109,13 @@ POLICIES = st.builds(
 )
 
 
+@CALM
 @given(POLICIES, POLICIES, POLICIES)
 def test_merging_is_associative(a: Policy, b: Policy, c: Policy) -> None:
     assert merge(merge(a, b), c) == merge(a, merge(b, c))
 
 
+@CALM
 @given(POLICIES, POLICIES)
 def test_normal_forms_are_their_own_and_merging_twice_is_merging_once(a: Policy, b: Policy) -> None:
     assert normal(normal(a)) == normal(a)
@@ -120,6 +123,7 @@ def test_normal_forms_are_their_own_and_merging_twice_is_merging_once(a: Policy,
     assert merge(merge(a, b), b) == merge(a, b) == merge(normal(a), normal(b))
 
 
+@CALM
 @given(POLICIES)
 def test_a_policy_is_plain_data_and_back(policy: Policy) -> None:
     assert policy_of(policy.document()) == policy
