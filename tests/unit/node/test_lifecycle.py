@@ -180,6 +180,7 @@ def test_many_at_once_under_one_name_make_one(sim):
         ({"name": "x" * 300}, InvalidSpec, "name"),
         ({"labels": {"a": "\0"}}, InvalidSpec, "labels"),
         ({"network": {"pypi": True}}, Unsupported, None),
+        ({"network": {"version": 1, "phases": {"setup": {"expose": [80]}}}}, Unsupported, None),
         ({"image": "docker://x"}, Unsupported, None),
         ({"snapshot": "x"}, Unsupported, None),
         ({"on_idle": "pause"}, Unsupported, None),
@@ -471,6 +472,10 @@ def test_labels_network_and_layers_in_use(sim):
         with pytest.raises(Unsupported) as caught:
             await s.node.set_network(id_, {"pypi": True})
         assert caught.value.detail["mechanism"]
+        denial = {"version": 1, "rules": [{"action": "deny", "domain": "a.org"}]}
+        assert (await s.node.set_network(id_, denial)).spec.network == denial
+        with pytest.raises(Unsupported):
+            await s.node.set_network(id_, {**denial, "profile": "p"})
         with pytest.raises(Conflict, match=id_) as held:
             await s.node.remove_layer("debian:12")
         assert held.value.detail["sandboxes"] == [id_]
