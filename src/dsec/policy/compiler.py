@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from dsec.model.errors import InvalidSpec
-from dsec.model.network import ALL_PORTS, By, Policy, Ports, Protocol, Rule, joined, port_ranges
+from dsec.model.network import ALL_PORTS, By, Part, Policy, Ports, Protocol, Rule, joined, port_ranges
 from dsec.policy import addresses, hosts
 from dsec.policy.merge import effective
 from dsec.policy.operator import Operator, known_mirror
@@ -29,10 +29,9 @@ Kind = Literal["name", "suffix", "range"]
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules of one author, all of one precedence; `field` is where they stand, for messages."""
+    """Rules of one author, all of one precedence, in normal form."""
 
     where: Where
-    field: str
     rules: tuple[Rule, ...]
 
 
@@ -50,12 +49,12 @@ class _Line(msgspec.Struct, frozen=True):
 def compile_policy(policy: Policy, operator: Operator, node: Iterable[str] = ()) -> Artifact:
     """The artifact of a policy in its phase, on a node with these addresses of its own. Always the same for the same.
 
-    Raises InvalidSpec naming the field of the sandbox's policy (below `network`), or of the operator's, or `node`.
+    Raises InvalidSpec naming the field of the sandbox's policy, `network` or below it, or `node`.
     """
     own = node_ranges(node)
     closed = addresses.closed(own)
     rules: list[TableRule] = []
-    for level in levels(policy, operator):
+    for level in levels(policy, operator, closed):
         rules += table_rules(level, operator, closed)
     if len(rules) > RULES_MAX:
         raise InvalidSpec.field("network", f"{len(rules)} rules of the table", f"at most {RULES_MAX}")
@@ -63,27 +62,29 @@ def compile_policy(policy: Policy, operator: Operator, node: Iterable[str] = ())
     return Artifact(table=Table(rules=tuple(rules)), node=tuple(map(str, own)), expose=expose)
 
 
-def levels(policy: Policy, operator: Operator) -> list[Level]:
-    """Whose rules hold, in the order in which they decide. Raises InvalidSpec: there is no such profile."""
+def levels(policy: Policy, operator: Operator, closed: addresses.Closed) -> list[Level]:
+    """Whose rules hold, in the order in which they decide.
+
+    Raises InvalidSpec for what a sandbox may not say, in any of its phases: a switch to another one cannot fail later.
+    """
+    _check_part(policy, "network", operator, closed)
+    for name, phase in policy.phases.items():
+        _check_part(phase, f"network.phases.{name}", operator, closed)
     part = effective(policy)
-    made = [
-        Level(where="floor", field="floor", rules=operator.floor),
-        Level(where="own", field="network.rules", rules=part.rules),
+    profile = () if part.profile is None else operator.profiles[part.profile]
+    return [
+        Level(where="floor", rules=operator.floor),
+        Level(where="own", rules=part.rules),
+        Level(where="profile", rules=profile),
+        Level(where="default", rules=operator.default),
     ]
-    if part.profile is not None:
-        if part.profile not in operator.profiles:
-            allowed = ", ".join(operator.profiles) or "none on this node"
-            raise InvalidSpec.field("network.profile", part.profile, allowed)
-        field = f"profiles.{part.profile}"
-        made.append(Level(where="profile", field=field, rules=operator.profiles[part.profile]))
-    return [*made, Level(where="default", field="default", rules=operator.default)]
 
 
 def table_rules(level: Level, operator: Operator, closed: addresses.Closed) -> list[TableRule]:
     """The lines of one level, what denies first; in an order of their own, not that in which they were written."""
     found: dict[_Line, list[Ports]] = {}
-    for index, rule in enumerate(level.rules):
-        for line, ports in _lines(rule, level, f"{level.field}[{index}]", operator, closed):
+    for rule in level.rules:
+        for line, ports in _lines(rule, level.where, operator, closed):
             found.setdefault(line, []).append(ports)
     return sorted((_table_rule(line, ports) for line, ports in found.items()), key=_place)
 
@@ -105,37 +106,42 @@ def node_ranges(node: Iterable[str]) -> tuple[addresses.Range, ...]:
     return tuple(sorted(found, key=lambda made: (made.version, int(made.network_address), made.prefixlen)))
 
 
-def _lines(
-    rule: Rule, level: Level, field: str, operator: Operator, closed: addresses.Closed
-) -> Iterator[tuple[_Line, Ports]]:
+def _check_part(part: Part, field: str, operator: Operator, closed: addresses.Closed) -> None:
+    """Raises InvalidSpec for names that the operator does not have, and for ranges that only he opens."""
+    if part.profile is not None and part.profile not in operator.profiles:
+        allowed = ", ".join(operator.profiles) or "none on this node"
+        raise InvalidSpec.field(f"{field}.profile", part.profile, allowed)
+    for index, rule in enumerate(part.rules):
+        at = f"{field}.rules[{index}]"
+        if rule.mirror is not None:
+            known_mirror(rule, operator.mirrors, at)
+        if rule.cidr is not None and rule.action == "allow":
+            why = addresses.why_closed(addresses.cidr(rule.cidr, f"{at}.cidr"), closed)
+            if why is not None:
+                allowed = f"addresses of the Internet; these are not ({why}), and only the operator's rules open them"
+                raise InvalidSpec.field(f"{at}.cidr", rule.cidr, allowed)
+
+
+def _lines(rule: Rule, where: Where, operator: Operator, closed: addresses.Closed) -> Iterator[tuple[_Line, Ports]]:
     """What one rule says, target by target."""
     allows = rule.action == "allow"
-    ports = port_ranges(rule.ports, f"{field}.ports")
+    ports = port_ranges(rule.ports, "ports")
     protocol = rule.protocol or ("tcp" if allows else None)
-    name = rule_id(level.where, rule)
+    name = rule_id(where, rule)
     if rule.cidr is not None:
-        for made in _ranges(rule, level, field, closed):
+        whole = addresses.network(rule.cidr)
+        # To deny, wherever else in IPv6 it is; to allow, what is open of it.
+        for made in addresses.without(whole, closed) if allows else (whole, *addresses.images(whole)):
             yield _Line(name, rule.action, "range", str(made), protocol, "name"), ports
         return
     targets, usual = [rule.domain or ""], _DOMAIN_PORTS
     if rule.mirror is not None:
-        mirror = known_mirror(rule, operator.mirrors, field)
+        mirror = known_mirror(rule, operator.mirrors, where)
         targets, usual = list(mirror.hosts), mirror.ranges
     for target in targets:
         kind: Kind = "suffix" if target.startswith(hosts.WILDCARD) else "name"
         value = target.removeprefix(hosts.WILDCARD)
         yield _Line(name, rule.action, kind, value, protocol, rule.by), ports or (usual if allows else ALL_PORTS)
-
-
-def _ranges(rule: Rule, level: Level, field: str, closed: addresses.Closed) -> list[addresses.Range]:
-    """The ranges that a rule for one stands for: to deny, wherever else in IPv6 they are; to allow, what is open."""
-    made = addresses.cidr(rule.cidr or "", f"{field}.cidr")
-    if rule.action == "deny":
-        return [made, *addresses.images(made)]
-    if level.where == "own" and (why := addresses.why_closed(made, closed)) is not None:
-        allowed = f"addresses of the Internet; these are not ({why}), and only the operator's rules open them"
-        raise InvalidSpec.field(f"{field}.cidr", rule.cidr, allowed)
-    return addresses.without(made, closed)
 
 
 def _table_rule(line: _Line, ports: list[Ports]) -> TableRule:

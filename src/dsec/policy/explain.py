@@ -53,7 +53,7 @@ def explain(
     before: list[TableRule] = []
     rows: dict[str, Row] = {}
     part = effective(policy)
-    for level in levels(policy, operator):
+    for level in levels(policy, operator, closed):
         source = f"profile {part.profile}" if level.where == "profile" else level.where
         lines = table_rules(level, operator, closed)
         before += [line for line in lines if line.action == "deny"]

@@ -96,7 +96,7 @@ def operator(text: str = "version = 1\n") -> Operator:
 
 
 def known_mirror(rule: Rule, mirrors: dict[str, Mirror], field: str) -> Mirror:
-    """The mirror that a rule names. Raises InvalidSpec with those that there are."""
+    """The mirror that a rule names. Raises InvalidSpec with those that there are, naming `field`."""
     found = mirrors.get(rule.mirror or "")
     if found is None:
         raise InvalidSpec.field(f"{field}.mirror", rule.mirror, ", ".join(sorted(mirrors)) or "none on this node")

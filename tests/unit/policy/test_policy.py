@@ -152,10 +152,21 @@ def test_a_sandboxs_rule_that_cannot_be_is_named(rule: Rule, field: str) -> None
     assert caught.value.detail["allowed"]
 
 
-def test_what_a_phase_says_is_looked_at_before_it_holds() -> None:
-    with pytest.raises(InvalidSpec) as caught:
-        normal(Policy(phases={"setup": Part(rules=(allow("[::1]"),))}))
-    assert caught.value.detail["field"] == "network.phases.setup.rules[0].domain"
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (Part(rules=(allow("b.org"), allow("[::1]"))), "rules[1].domain"),
+        (Part(rules=(Rule(action="allow", mirror="pypy"),)), "rules[0].mirror"),
+        (Part(rules=(Rule(action="allow", cidr="10.0.0.0/8", ports=(1,)),)), "rules[0].cidr"),
+        (Part(profile="x"), "profile"),
+    ],
+)
+def test_what_a_phase_says_is_looked_at_before_it_holds(part: Part, field: str) -> None:
+    for phase in (None, "setup"):
+        policy = Policy(rules=(allow("a.org"),), phases={"setup": part}, phase=phase)
+        with pytest.raises(InvalidSpec) as caught:
+            compile_policy(policy, PLAIN)
+        assert caught.value.detail["field"] == f"network.phases.setup.{field}"
 
 
 def test_a_profile_that_is_not_there_is_named_with_those_that_are() -> None:
