@@ -74,14 +74,10 @@ def _ascii(text: str) -> list[str]:
     refuse names that there are (`r3---sn.example.org`, `_x.example.org`)."""
     plain = text.lower() if text.isascii() else idna.uts46_remap(text, std3_rules=False, transitional=False)
     labels = plain.removesuffix(".").split(".")
-    return [label if label.isascii() and not label.startswith("xn--") else _a_label(label) for label in labels]
-
-
-def _a_label(label: str) -> str:
-    made = idna.alabel(label).decode("ascii")
-    if idna.alabel(idna.ulabel(made)).decode("ascii") != made:
-        raise idna.IDNAError("it is not what its own letters would be written as")
-    return made
+    return [
+        label if label.isascii() and not label.startswith("xn--") else idna.alabel(label).decode("ascii")
+        for label in labels
+    ]
 
 
 def _hidden(char: str) -> bool:

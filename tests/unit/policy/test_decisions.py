@@ -15,6 +15,7 @@ from dsec.model.network import Part, Policy, Rule, policy_of
 from dsec.policy import (
     Artifact,
     Operator,
+    Prefix,
     Query,
     Table,
     compile_policy,
@@ -191,20 +192,45 @@ def reachable(artifact: Artifact, name: str, at: str | None) -> bool:
     )
 
 
-@settings(CALM, max_examples=100)
-@given(POLICIES, OPERATORS, QUERIES, st.lists(st.sampled_from(ADDRESSES), min_size=1, max_size=8))
+def range_rules(cidrs: list[str]) -> st.SearchStrategy[tuple[Rule, ...]]:
+    """Rules for ranges alone, and of few ports, so that they meet."""
+    some = {"ports": st.sampled_from([(443,), ("400-500",), ("1-65535",)]), "protocol": st.sampled_from([None, "tcp"])}
+    allow = st.builds(Rule, action=st.just("allow"), cidr=st.sampled_from(cidrs), **some)
+    deny = st.builds(Rule, action=st.just("deny"), cidr=st.sampled_from(PUBLIC + CLOSED), **some)
+    return st.lists(allow | deny, max_size=5).map(tuple)
+
+
+@settings(CALM, max_examples=200)
+@given(range_rules(PUBLIC), range_rules(PUBLIC + CLOSED), range_rules(PUBLIC + CLOSED))
 def test_the_map_of_prefixes_decides_addresses_as_the_table_does(
-    policy: Policy, op: Operator, query: Query, at: list[str]
+    mine: tuple[Rule, ...], theirs: tuple[Rule, ...], default: tuple[Rule, ...]
 ) -> None:
+    op = Operator(version=1, profiles={"p": theirs}, default=default)
+    policy = Policy(rules=mine, profile="p")
     artifact = compile_policy(policy, op, NODE)
     rows = [(ranges.network(row.range), row) for row in prefixes(artifact)]
     assert len(dict(rows)) == len(rows)
-    for text in at:
-        address = ranges.address(text)
-        longest = max((pair for pair in rows if address in pair[0]), key=lambda pair: pair[0].prefixlen, default=None)
-        open_ = getattr(longest[1], query.protocol) if longest else ()
-        asked = Query(port=query.port, protocol=query.protocol, address=text)
-        assert any(low <= query.port <= high for low, high in open_) is decide(artifact, asked).allow
+    for text in ADDRESSES:
+        found = [pair for pair in rows if ranges.address(text) in pair[0]]
+        _, longest = max(found, key=lambda pair: pair[0].prefixlen, default=(None, Prefix(range="")))
+        for port in (1, 443, 444):
+            asked = Query(port=port, address=text)
+            assert any(low <= port <= high for low, high in longest.tcp) is decide(artifact, asked).allow
+            assert decide(artifact, asked).allow is oracle.allowed(effective(policy), op, NODE, asked)
+            asked = Query(port=port, address=text, protocol="udp")
+            assert any(low <= port <= high for low, high in longest.udp) is decide(artifact, asked).allow
+
+
+def test_a_prefix_that_changes_nothing_is_no_row() -> None:
+    artifact = compiled(
+        Rule(action="allow", cidr="8.8.0.0/16", ports=(53,)),
+        Rule(action="allow", cidr="8.8.8.8", ports=(53,)),
+        Rule(action="allow", cidr="8.8.9.0/24", ports=(80,)),
+    )
+    assert prefixes(artifact) == (
+        Prefix(range="8.8.0.0/16", tcp=((53, 53),)),
+        Prefix(range="8.8.9.0/24", tcp=((53, 53), (80, 80))),
+    )
 
 
 def compiled(*mine: Rule, text: str = "version = 1", profile: str | None = None) -> Artifact:
