@@ -13,7 +13,7 @@ BUILD_TIMEOUT_S = 1200
 
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S)
-@pytest.mark.parametrize("crate", ["dsec-sys", "dsec-launch", "dsec-runtime", "dsec-files"])
+@pytest.mark.parametrize("crate", ["dsec-sys", "dsec-launch", "dsec-runtime", "dsec-files", "dsec-net"])
 def test_crate(crate: str) -> None:
     done = subprocess.run(
         ["cargo", "test", "--locked", "--quiet", "-p", crate],

@@ -4,13 +4,16 @@
 #![allow(unsafe_code)] // the one crate that may: see the workspace lints
 
 pub mod block;
+pub mod bpf;
 pub mod btrfs;
 pub mod cred;
 pub mod io;
 pub mod mount;
 pub mod net;
+pub mod packet;
 pub mod process;
 pub mod quota;
+pub mod route;
 pub mod seccomp;
 pub mod terminal;
 

@@ -1,0 +1,10 @@
+//! Network policy of sandboxes that have no network: whatever they connect to arrives at a socket of ours, which
+//! decides and dials.
+//!
+//! [`steer`] opens that socket inside a namespace, the rest is the process that serves it.
+
+pub mod hear;
+pub mod poller;
+pub mod ranges;
+pub mod steer;
+pub mod table;
