@@ -3,8 +3,15 @@
 //!
 //! [`steer`] opens that socket inside a namespace, the rest is the process that serves it.
 
+pub mod confine;
+pub mod dns;
+pub mod events;
+pub mod flow;
 pub mod hear;
+pub mod lane;
 pub mod poller;
+pub mod proto;
 pub mod ranges;
+pub mod server;
 pub mod steer;
 pub mod table;

@@ -156,6 +156,13 @@ impl<T> Slab<T> {
     }
 
     pub fn insert(&mut self, value: T) -> Key {
+        let key = self.reserve();
+        self.lay(key, value);
+        key
+    }
+
+    /// A key for what is laid there later.
+    pub fn reserve(&mut self) -> Key {
         let place = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot {
                 generation: 0,
@@ -163,12 +170,8 @@ impl<T> Slab<T> {
             });
             self.slots.len() as u32 - 1
         });
-        let slot = &mut self.slots[place as usize];
-        slot.value = Some(value);
-        Key {
-            place,
-            generation: slot.generation,
-        }
+        let generation = self.slots[place as usize].generation;
+        Key { place, generation }
     }
 
     pub fn get(&self, key: Key) -> Option<&T> {
@@ -215,10 +218,6 @@ impl<T> Slab<T> {
         let slot = &mut self.slots[key.place as usize];
         slot.generation = (slot.generation + 1) % GENERATIONS;
         self.free.push(key.place);
-    }
-
-    pub fn values(&self) -> impl Iterator<Item = &T> {
-        self.slots.iter().filter_map(|slot| slot.value.as_ref())
     }
 }
 

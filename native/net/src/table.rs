@@ -240,37 +240,41 @@ impl Table {
 
     /// A connection of which only the names are known that were resolved to its address.
     pub fn begin(&self, resolved: &[&str], to: &To) -> Begin {
-        let mut denied_some = false;
+        let (mut denied, mut named) = (false, false);
         for (at, rule) in self.rules.iter().enumerate() {
             if !rule.carries(to) {
                 continue;
             }
+            let verdict = rule.verdict(at);
             if rule.covers(to) {
-                let verdict = rule.verdict(at);
-                return if verdict.allow && denied_some {
-                    Begin::Listen(verdict)
-                } else {
-                    Begin::Decided(verdict)
+                return match (verdict.allow, denied || named) {
+                    (true, true) => Begin::Listen(verdict),
+                    (false, _) if named => Begin::Hear,
+                    _ => Begin::Decided(verdict),
                 };
             }
             match (&rule.of, rule.action) {
-                (Of::Name(_) | Of::Suffix(_), Action::Deny) => denied_some = true,
+                (Of::Name(_) | Of::Suffix(_), Action::Deny) => denied = true,
                 (Of::Name(_) | Of::Suffix(_), Action::Allow) if !to.closed => {
                     // The first match of each name counts: an earlier denial of it stands before this.
                     let one =
-                        |name: &&&str| rule.names(name) && self.named(name, to).rule == Some(at);
-                    if resolved.iter().any(|name| one(&name)) {
-                        return if rule.check == Check::Address {
-                            Begin::Decided(rule.verdict(at))
-                        } else {
-                            Begin::Hear
-                        };
+                        |name: &str| rule.names(name) && self.named(name, to).rule == Some(at);
+                    if !resolved.iter().any(|name| one(name)) {
+                        continue;
                     }
+                    if rule.check == Check::Address {
+                        return Begin::Decided(verdict);
+                    }
+                    named = true;
                 }
                 _ => {}
             }
         }
-        Begin::Decided(NOTHING)
+        if named {
+            Begin::Hear
+        } else {
+            Begin::Decided(NOTHING)
+        }
     }
 }
 
