@@ -38,7 +38,7 @@ fn connections() -> u32 {
 }
 
 /// `{"id": "pypi/1", "action": "allow", "name": "pypi.org", "ports": [[443, 443]], "protocol": "tcp"}`; exactly one of
-/// `name`, `suffix`, `range`, `any`.
+/// `name`, `suffix`, `range`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
@@ -81,8 +81,6 @@ pub enum Of {
     Suffix(String),
     /// Addresses, those that are closed to names too.
     Range(Range),
-    /// `true`: every name, and every address that is not closed.
-    Any(bool),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -160,22 +158,18 @@ impl Rule {
                 let above = name.strip_suffix(own.as_str());
                 above.is_some_and(|rest| rest.len() > 1 && rest.ends_with('.'))
             }
-            Of::Range(_) | Of::Any(_) => false,
+            Of::Range(_) => false,
         }
     }
 
-    fn covers(&self, to: &To) -> bool {
-        match &self.of {
-            Of::Range(range) => range.contains(to.address),
-            Of::Any(_) => self.action == Action::Deny || !to.closed,
-            Of::Name(_) | Of::Suffix(_) => false,
-        }
+    fn covers(&self, address: IpAddr) -> bool {
+        matches!(&self.of, Of::Range(range) if range.contains(address))
     }
 
-    /// Whether it decides for this name at this address.
-    fn matches(&self, name: &str, to: &To) -> bool {
-        let denies = self.action == Action::Deny;
-        self.carries(to) && (self.covers(to) || (self.names(name) && (denies || !to.closed)))
+    /// Whether it is about this name at this address.
+    fn about(&self, name: &str, address: IpAddr, closed: bool) -> bool {
+        let opens = self.action == Action::Deny || !closed;
+        self.covers(address) || (self.names(name) && opens)
     }
 
     fn verdict(&self, at: usize) -> Verdict {
@@ -198,7 +192,6 @@ impl Table {
         let bad = self.rules.iter().find(|rule| {
             let named = match &rule.of {
                 Of::Name(name) | Of::Suffix(name) => good_name(name),
-                Of::Any(yes) => *yes,
                 Of::Range(_) => true,
             };
             let ordered = rule.ports.iter().all(|(a, b)| a <= b);
@@ -207,34 +200,44 @@ impl Table {
         bad.map(|rule| format!("rule {:?} is not one", rule.id))
     }
 
-    /// Whether a name is answered at all: the first rule about it that holds for every port or allows one.
+    /// Whether a question for a name is asked at all: by the first rule that allows a port which none before denies.
     pub fn resolves(&self, name: &str) -> Verdict {
-        let found = self.rules.iter().enumerate().find(|(_, rule)| {
-            let about = rule.names(name) || matches!(rule.of, Of::Any(_));
-            let all = rule.ports.is_empty() && rule.protocol.is_none();
-            about && (all || rule.action == Action::Allow)
-        });
-        found.map_or(NOTHING, |(at, rule)| rule.verdict(at))
+        self.reaches(|rule| rule.names(name))
     }
 
-    /// Whether an address may be an answer: it is open, or a rule opens its range.
-    pub fn answers(&self, address: IpAddr, own: &[Range]) -> bool {
-        if !is_closed(address, own) {
-            return true;
+    /// Whether an address may be an answer: if anything may be reached there by the name.
+    pub fn answers(&self, name: &str, address: IpAddr, closed: bool) -> bool {
+        self.reaches(|rule| rule.about(name, address, closed)).allow
+    }
+
+    /// Whether rules like these allow any port; otherwise the first of them is why not.
+    fn reaches(&self, about: impl Fn(&Rule) -> bool) -> Verdict {
+        let mut left = [vec![ALL_PORTS], vec![ALL_PORTS]];
+        let mut first = None;
+        for (at, rule) in self.rules.iter().enumerate().filter(|(_, rule)| about(rule)) {
+            first = first.or(Some(at));
+            for (ports, protocol) in left.iter_mut().zip([Protocol::Tcp, Protocol::Udp]) {
+                if rule.protocol.is_some_and(|only| only != protocol) {
+                    continue;
+                }
+                let rest = minus(ports, &rule.ports);
+                if rule.action == Action::Allow && rest != *ports {
+                    return rule.verdict(at);
+                }
+                *ports = rest;
+            }
         }
-        let mut about = self
-            .rules
-            .iter()
-            .filter(|rule| matches!(&rule.of, Of::Range(range) if range.contains(address)));
-        about
-            .next()
-            .is_some_and(|rule| rule.action == Action::Allow)
+        Verdict {
+            allow: false,
+            rule: first,
+        }
     }
 
     /// A connection that said `name`, which was resolved to its address.
     pub fn named(&self, name: &str, to: &To) -> Verdict {
         let mut rules = self.rules.iter().enumerate();
-        let found = rules.find(|(_, rule)| rule.matches(name, to));
+        let about = |rule: &Rule| rule.carries(to) && rule.about(name, to.address, to.closed);
+        let found = rules.find(|(_, rule)| about(rule));
         found.map_or(NOTHING, |(at, rule)| rule.verdict(at))
     }
 
@@ -246,7 +249,7 @@ impl Table {
                 continue;
             }
             let verdict = rule.verdict(at);
-            if rule.covers(to) {
+            if rule.covers(to.address) {
                 return match (verdict.allow, denied || named) {
                     (true, true) => Begin::Listen(verdict),
                     (false, _) if named => Begin::Hear,
@@ -276,6 +279,26 @@ impl Table {
             Begin::Decided(NOTHING)
         }
     }
+}
+
+const ALL_PORTS: (u16, u16) = (1, u16::MAX);
+
+/// Ports without others; none are all.
+fn minus(ports: &[(u16, u16)], taken: &[(u16, u16)]) -> Vec<(u16, u16)> {
+    if taken.is_empty() {
+        return Vec::new();
+    }
+    let mut left = ports.to_vec();
+    for (low, high) in taken {
+        let below = |(a, b): &(u16, u16)| (*a, (*b).min(low.saturating_sub(1)));
+        let above = |(a, b): &(u16, u16)| ((*a).max(high.saturating_add(1)), *b);
+        let mut cut: Vec<_> = left.iter().map(below).chain(left.iter().map(above)).collect();
+        // Beyond the highest port there is none, though the sum stops at it.
+        cut.retain(|(a, b)| a <= b && *a >= 1 && !(*high == u16::MAX && *a == u16::MAX && *low <= *a));
+        left = cut;
+    }
+    left.sort_unstable();
+    left
 }
 
 /// A host name as it stands in a table: lower case, labels of letters, digits, `-` and `_`.

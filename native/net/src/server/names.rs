@@ -217,7 +217,7 @@ impl Server {
                 return self.lookups.lay(key, lookup);
             }
         }
-        self.finish(key, lookup, &Told::Failed);
+        self.finish(key, *lookup, &Told::Failed);
     }
 
     fn ask(&self, key: Key, lookup: &mut Lookup, resolver: SocketAddr) -> io::Result<()> {
@@ -284,7 +284,7 @@ impl Server {
                 lookup.attempt = 0;
                 self.attempt(key, lookup);
             }
-            Ok(Some(told)) => self.finish(key, lookup, &told),
+            Ok(Some(told)) => self.finish(key, *lookup, &told),
         }
     }
 
@@ -341,7 +341,7 @@ impl Server {
     }
 
     /// Answers who waits, by the table of now.
-    fn finish(&mut self, key: Key, lookup: Box<Lookup>, told: &Told) {
+    fn finish(&mut self, key: Key, lookup: Lookup, told: &Told) {
         self.lookups.forget(key);
         let (name, kind) = (lookup.name, lookup.kind);
         let now = Instant::now();
@@ -363,7 +363,7 @@ impl Server {
                 ttl: life,
             } => {
                 let answered = |address: &&IpAddr| {
-                    !shut(**address) || sandbox.table.answers(**address, &self.own)
+                    sandbox.table.answers(&name, **address, shut(**address))
                 };
                 open.extend(addresses.iter().filter(answered));
                 why = (open.len() < addresses.len()).then_some("closed");

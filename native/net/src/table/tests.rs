@@ -59,21 +59,50 @@ fn the_first_rule_that_matches_decides_and_none_denies() {
 
 #[test]
 fn closed_addresses_open_by_ranges_only() {
-    let wide = table(vec![allow(name("a.x")), allow(Of::Any(true))]);
+    let ip = |text: &str| text.parse().expect("an address");
+    let named = table(vec![allow(name("a.x"))]);
     for inside in ["10.0.0.1", "169.254.169.254", "::1", "fd00::1"] {
-        assert!(!wide.named("a.x", &to(inside, 80)).allow, "{inside}");
-        assert_eq!(
-            wide.begin(&["a.x"], &to(inside, 80)),
-            Begin::Decided(NOTHING)
-        );
-        assert!(!wide.answers(inside.parse().expect("an address"), &[]));
+        let at = to(inside, 80);
+        assert!(!named.named("a.x", &at).allow, "{inside}");
+        assert_eq!(named.begin(&["a.x"], &at), Begin::Decided(NOTHING));
+        assert!(!named.answers("a.x", ip(inside), true));
     }
     let opened = table(vec![allow(name("a.x")), allow(range("10.0.0.0/8"))]);
     assert!(opened.named("a.x", &to("10.0.0.1", 80)).allow);
-    assert!(opened.answers("10.9.9.9".parse().expect("an address"), &[]));
+    assert!(opened.answers("a.x", ip("10.9.9.9"), true));
+    let shut = table(vec![deny(range("20.0.0.0/8")), allow(name("a.x"))]);
+    assert!(!shut.answers("a.x", ip("20.0.0.1"), false) && shut.resolves("a.x").allow);
     let own: Range = "20.0.0.0/24".parse().expect("a range");
-    let at = To::tcp("20.0.0.7".parse().expect("an address"), 80, &[own]);
-    assert!(!wide.named("a.x", &at).allow, "the node's own");
+    let at = To::tcp(ip("20.0.0.7"), 80, &[own]);
+    assert!(!named.named("a.x", &at).allow, "the node's own");
+}
+
+#[test]
+fn a_name_is_asked_for_if_any_port_is_left() {
+    let denied = |ports: &[(u16, u16)]| {
+        let mut rule = deny(name("a.x"));
+        rule.ports = ports.to_vec();
+        rule
+    };
+    let https = || {
+        let mut rule = allow(name("a.x"));
+        rule.ports = vec![(443, 443)];
+        rule
+    };
+    let first = Verdict {
+        allow: false,
+        rule: Some(0),
+    };
+    let all = table(vec![denied(&[]), https()]);
+    assert_eq!(all.resolves("a.x"), first);
+    let same = table(vec![denied(&[(1, 442), (443, 65535)]), https()]);
+    assert_eq!(same.resolves("a.x"), first);
+    let other = table(vec![denied(&[(1, 442), (444, 65535)]), https()]);
+    assert!(other.resolves("a.x").allow);
+    let mut highest = allow(name("a.x"));
+    highest.ports = vec![(65535, 65535)];
+    assert!(table(vec![denied(&[(1, 65534)]), highest.clone()]).resolves("a.x").allow);
+    assert!(!table(vec![denied(&[(2, 65535)]), highest]).resolves("a.x").allow);
 }
 
 #[test]
@@ -127,7 +156,6 @@ fn a_table_survives_the_wire_and_a_bad_one_is_told() {
     let rules = vec![
         deny(name("a.x")),
         allow(range("10.0.0.0/8")),
-        allow(Of::Any(true)),
     ];
     let one = table(rules);
     let bytes = rmp_serde::to_vec_named(&one).expect("packed");

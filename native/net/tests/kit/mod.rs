@@ -18,6 +18,7 @@ use dsec_net::steer::{self, Steering};
 use dsec_net::table::{Action, Check, Of, Rule, Table, FORMAT};
 use dsec_sys::packet::{self, Inbox};
 use dsec_sys::{net, process, route};
+use rustix::net::sockopt::{set_socket_timeout, Timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
@@ -447,15 +448,18 @@ pub fn connect(place: &Place, to: &str) -> std::io::Result<TcpStream> {
 
 /// A server of the world, on every address.
 pub fn server(world: &Place, port: u16) -> TcpListener {
-    world.run(|| TcpListener::bind(("0.0.0.0", port)).expect("bound"))
+    world.run(|| {
+        let listener = TcpListener::bind(("0.0.0.0", port)).expect("bound");
+        // Waiting for a connection ends with it too.
+        set_socket_timeout(&listener, Timeout::Recv, Some(LIMIT)).expect("a limit");
+        listener
+    })
 }
 
 /// Whether a connection was refused after it was taken.
 pub fn is_reset(mut stream: &TcpStream) -> bool {
-    match stream.read(&mut [0; 16]) {
-        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
-        Ok(_) => false,
-    }
+    let read = stream.read(&mut [0; 16]);
+    read.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset)
 }
 
 /// Whether a connection that may not be is ended without a word.
