@@ -10,6 +10,7 @@ pub mod flow;
 pub mod hear;
 pub mod lane;
 pub mod poller;
+pub mod program;
 pub mod proto;
 pub mod ranges;
 pub mod server;

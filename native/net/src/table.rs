@@ -102,7 +102,8 @@ pub struct Verdict {
     pub rule: Option<usize>,
 }
 
-const NOTHING: Verdict = Verdict {
+/// No rule was for it.
+pub const DENIED: Verdict = Verdict {
     allow: false,
     rule: None,
 };
@@ -214,7 +215,12 @@ impl Table {
     fn reaches(&self, about: impl Fn(&Rule) -> bool) -> Verdict {
         let mut left = [vec![ALL_PORTS], vec![ALL_PORTS]];
         let mut first = None;
-        for (at, rule) in self.rules.iter().enumerate().filter(|(_, rule)| about(rule)) {
+        for (at, rule) in self
+            .rules
+            .iter()
+            .enumerate()
+            .filter(|(_, rule)| about(rule))
+        {
             first = first.or(Some(at));
             for (ports, protocol) in left.iter_mut().zip([Protocol::Tcp, Protocol::Udp]) {
                 if rule.protocol.is_some_and(|only| only != protocol) {
@@ -238,7 +244,7 @@ impl Table {
         let mut rules = self.rules.iter().enumerate();
         let about = |rule: &Rule| rule.carries(to) && rule.about(name, to.address, to.closed);
         let found = rules.find(|(_, rule)| about(rule));
-        found.map_or(NOTHING, |(at, rule)| rule.verdict(at))
+        found.map_or(DENIED, |(at, rule)| rule.verdict(at))
     }
 
     /// A connection of which only the names are known that were resolved to its address.
@@ -276,7 +282,7 @@ impl Table {
         if named {
             Begin::Hear
         } else {
-            Begin::Decided(NOTHING)
+            Begin::Decided(DENIED)
         }
     }
 }
@@ -292,9 +298,15 @@ fn minus(ports: &[(u16, u16)], taken: &[(u16, u16)]) -> Vec<(u16, u16)> {
     for (low, high) in taken {
         let below = |(a, b): &(u16, u16)| (*a, (*b).min(low.saturating_sub(1)));
         let above = |(a, b): &(u16, u16)| ((*a).max(high.saturating_add(1)), *b);
-        let mut cut: Vec<_> = left.iter().map(below).chain(left.iter().map(above)).collect();
+        let mut cut: Vec<_> = left
+            .iter()
+            .map(below)
+            .chain(left.iter().map(above))
+            .collect();
         // Beyond the highest port there is none, though the sum stops at it.
-        cut.retain(|(a, b)| a <= b && *a >= 1 && !(*high == u16::MAX && *a == u16::MAX && *low <= *a));
+        cut.retain(|(a, b)| {
+            a <= b && *a >= 1 && !(*high == u16::MAX && *a == u16::MAX && *low <= *a)
+        });
         left = cut;
     }
     left.sort_unstable();

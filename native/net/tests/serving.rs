@@ -4,6 +4,7 @@ mod kit;
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
+use std::os::fd::AsFd;
 
 use dsec_net::dns::wire::{self, A, AAAA};
 use dsec_net::table::{Action, Check, Of};
@@ -251,7 +252,7 @@ fn a_dead_client_changes_nothing_a_dead_process_closes_everything() {
     let mut node = Node::new("");
     let _resolver = Resolver::new(&node.world, &[]);
     let place = kit::Place::new();
-    let steering = dsec_net::steer::steer(std::os::fd::AsFd::as_fd(&place.0)).expect("steered");
+    let steering = dsec_net::steer::steer(place.0.as_fd()).expect("steered");
     node.add("one", vec![allow_range("20.0.0.0/8")], &steering);
     drop(steering);
     let web = server(&node.world, 443);
@@ -480,4 +481,115 @@ fn the_process_keeps_no_right_and_bad_clients_end_alone() {
     assert_eq!(node.control.ask(remove).error, None);
     let error = connect(&place, "20.0.0.1:443").expect_err("refused");
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
+}
+
+#[test]
+fn what_is_not_taken_is_not_read_and_one_sandbox_does_not_fill_the_memory() {
+    require!();
+    let mut node = Node::new("");
+    let place = node.sandbox("one", vec![allow_range("20.0.0.0/8")]);
+    let web = server(&node.world, 443);
+    let before = memory_kib(node.pid());
+    let mut kept = Vec::new();
+    // Each would keep 256 KiB.
+    for _ in 0..100 {
+        let mut client = connect(&place, "20.0.0.1:443").expect("taken");
+        let far = passes(&web, &mut client, b"raw");
+        client.set_nonblocking(true).expect("not blocking");
+        // Until nothing is taken any more, by the buffers of the kernel and by ours.
+        let mut sent = 0;
+        let mut idle = 0;
+        while idle < 3 {
+            match client.write(&[7; 64 << 10]) {
+                Ok(count) => (sent, idle) = (sent + count, 0),
+                Err(_) => {
+                    idle += 1;
+                    std::thread::sleep(std::time::Duration::from_millis(2));
+                }
+            }
+        }
+        kept.push((client, far, sent));
+    }
+    let grown = memory_kib(node.pid()) - before;
+    assert!(grown < 16 << 10, "{grown} KiB");
+    let (client, mut far, sent) = kept.pop().expect("one");
+    drop(client);
+    let mut got = Vec::new();
+    far.read_to_end(&mut got)
+        .expect("the rest comes, and the end");
+    assert_eq!(got.len(), sent);
+}
+
+fn memory_kib(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("its status");
+    let line = text.lines().find(|line| line.starts_with("VmRSS:"));
+    line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok())
+        .expect("a number")
+}
+
+#[test]
+fn sockets_of_a_removed_sandbox_that_others_hold_do_not_keep_the_loop_busy() {
+    require!();
+    let mut node = Node::new("");
+    let place = kit::Place::new();
+    let steering = dsec_net::steer::steer(place.0.as_fd()).expect("steered");
+    node.add("one", vec![allow_range("20.0.0.0/8")], &steering);
+    let remove = kit::Ask {
+        op: "remove",
+        sandbox: Some("one"),
+        ..kit::Ask::default()
+    };
+    assert_eq!(node.control.ask(remove).error, None);
+    let _waiting = connect(&place, "20.0.0.1:443").expect("by the kernel, for whoever takes it");
+    let before = switches(node.pid());
+    let list = || kit::Ask {
+        op: "list",
+        ..kit::Ask::default()
+    };
+    for _ in 0..20 {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        node.control.ask(list());
+    }
+    // It slept in between: a loop that is told without end never does.
+    assert!(switches(node.pid()) >= before + 20);
+}
+
+/// How often it went to sleep by itself.
+fn switches(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("its status");
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("voluntary_ctxt_switches:"));
+    line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok())
+        .expect("a number")
+}
+
+#[test]
+fn verdicts_that_nobody_takes_are_counted() {
+    require!();
+    let mut node = Node::new("");
+    let _resolver = Resolver::new(&node.world, &[]);
+    let place = node.sandbox("one", vec![allow("a.example")]);
+    let calm = node.sandbox("two", vec![allow("a.example")]);
+    for number in 0..600 {
+        resolve(&place, &format!("n{number}.example"), A);
+    }
+    resolve(&calm, "b.example", A);
+    node.control.watch();
+    let (mut loud, mut dropped, mut calm) = (0, 0, 0);
+    while calm == 0 {
+        let message = node.control.next();
+        loud += message
+            .events
+            .iter()
+            .filter(|event| event.sandbox == "one")
+            .count();
+        calm += message
+            .events
+            .iter()
+            .filter(|event| event.sandbox == "two")
+            .count();
+        dropped += message.dropped.get("one").copied().unwrap_or(0);
+    }
+    assert_eq!((loud, dropped, calm), (512, 88, 1));
 }

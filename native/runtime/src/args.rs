@@ -8,6 +8,7 @@ usage: dsec-runtime keeper [--foreground] [OPTIONS]   start the keeper (and with
        dsec-runtime serve [OPTIONS] --fds=A,B         the runtime; started by the keeper
        dsec-runtime launcher ...                      started by the runtime
        dsec-runtime idle-user-namespace               started by the probe
+       dsec-runtime net serve|probe ...               what steered sandboxes connect to
        dsec-runtime failpoints                        names of the failpoints
        dsec-runtime version
 OPTIONS

@@ -33,6 +33,13 @@ fn main() -> ExitCode {
         "serve" => serve(rest),
         "launcher" => dsec_launch::launcher::main(),
         "idle-user-namespace" => dsec_launch::probe::idle_user_namespace(),
+        "net" => match net(rest) {
+            Some(result) => result,
+            None => {
+                eprint!("usage:\n{}", dsec_net::program::USAGE);
+                return ExitCode::from(2);
+            }
+        },
         "failpoints" => {
             for name in dsec_launch::failpoint::NAMES.iter().chain(fail::NAMES) {
                 println!("{name}");
@@ -102,6 +109,12 @@ fn background(options: &Options) -> io::Result<()> {
     let _ = child.wait();
     io::stderr().write_all(why.as_bytes())?;
     Err(io::Error::other("the keeper did not start"))
+}
+
+/// The process that serves the connections of steered sandboxes.
+fn net(args: &[OsString]) -> Option<io::Result<()>> {
+    let words: Option<Vec<&str>> = args.iter().map(|arg| arg.to_str()).collect();
+    dsec_net::program::run(&words?)
 }
 
 fn serve(args: &[OsString]) -> io::Result<()> {

@@ -13,8 +13,8 @@ pub const TTL_MAX: u32 = 3600;
 /// An address is known by a name for so long after the last answer with it.
 const KNOWN: Duration = Duration::from_secs(2 * TTL_MAX as u64);
 /// Answers, and pairs of an address and a name, per sandbox. Beyond, the oldest go.
-const ANSWERS_MAX: usize = 2048;
-const PAIRS_MAX: usize = 8192;
+const ANSWERS_MAX: usize = 512;
+const PAIRS_MAX: usize = 4096;
 
 #[derive(Debug, Clone)]
 struct Answer {

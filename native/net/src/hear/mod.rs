@@ -88,6 +88,11 @@ impl Ear {
         }
     }
 
+    /// Memory it takes.
+    pub fn room(&self) -> usize {
+        self.waiting.capacity()
+    }
+
     /// What was not let through, when it was decided that names do not matter.
     pub fn into_waiting(self) -> Vec<u8> {
         self.waiting

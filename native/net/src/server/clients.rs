@@ -208,6 +208,12 @@ impl Server {
         if self.by_name.get(&sandbox.name) == Some(&key) {
             self.by_name.remove(&sandbox.name);
         }
+        // Others may have copies of them: as long as one is open, what is waited for is told of, to nobody.
+        let own = [&sandbox.dns[0], &sandbox.dns[1]].map(AsFd::as_fd);
+        for socket in [sandbox.listener.as_fd()].iter().chain(&own) {
+            // One that was never waited for is none to be told of.
+            let _ = self.poller.remove(socket);
+        }
         for flow in &sandbox.flows {
             if let Some(flow) = self.flows.remove(*flow) {
                 flow.reset();

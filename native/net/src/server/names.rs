@@ -31,7 +31,7 @@ const HOPS_MAX: u8 = 8;
 const LOOKUPS_MAX: usize = 64;
 const WAITING_MAX: usize = 64;
 /// Answers that a program asked for by TCP and does not take.
-const UNTAKEN_MAX: usize = 1 << 18;
+const UNTAKEN_MAX: usize = 1 << 16;
 
 /// Where an answer goes.
 #[derive(Debug, Clone, Copy)]
@@ -362,9 +362,8 @@ impl Server {
                 addresses,
                 ttl: life,
             } => {
-                let answered = |address: &&IpAddr| {
-                    sandbox.table.answers(&name, **address, shut(**address))
-                };
+                let answered =
+                    |address: &&IpAddr| sandbox.table.answers(&name, **address, shut(**address));
                 open.extend(addresses.iter().filter(answered));
                 why = (open.len() < addresses.len()).then_some("closed");
                 ttl = sandbox

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use super::{Server, Timer, ASKER, INSIDE, LISTENER, OUTSIDE, PAUSE};
 use crate::events::{Event, Kind};
 use crate::flow::{self, Flow, Heard, Side, State};
-use crate::hear::Why;
+use crate::hear::{Ear, Why};
 use crate::lane::Lane;
 use crate::poller::{Interest, Key, Ready, NONE, READ};
 use crate::ranges::plain;
 use crate::steer::DNS_PORT;
-use crate::table::{Begin, Protocol, To, Verdict};
+use crate::table::{Begin, Protocol, To, Verdict, DENIED};
 
 /// Taken in one turn.
 const TURNS: usize = 64;
@@ -21,6 +21,8 @@ const LATE: Duration = Duration::from_secs(10);
 /// Memory of a sandbox for bytes that wait; beyond it each connection keeps `THIN` at most.
 const MEMORY: usize = 8 << 20;
 const THIN: usize = 4 << 10;
+/// Connections with questions, of one sandbox at once.
+const ASKERS_MAX: usize = 32;
 
 impl Server {
     pub(super) fn take_connections(&mut self, key: Key) {
@@ -89,11 +91,8 @@ impl Server {
     }
 
     fn begin(&self, key: Key, to: SocketAddr) -> Begin {
-        let denied = Begin::Decided(Verdict {
-            allow: false,
-            rule: None,
-        });
-        self.sandboxes.get(key).map_or(denied, |sandbox| {
+        let gone = Begin::Decided(DENIED);
+        self.sandboxes.get(key).map_or(gone, |sandbox| {
             let names = sandbox.pins.names(to.ip(), Instant::now());
             sandbox.table.begin(&names, &self.target(to))
         })
@@ -251,7 +250,16 @@ impl Server {
         let (strict, check, before) = (flow.strict, self.switches.check, flow.name.clone());
         let mut fresh: Vec<(String, Verdict, Option<&str>)> = Vec::new();
         let heard = {
-            let sandbox = self.sandboxes.get(flow.sandbox)?;
+            let Some(sandbox) = self.sandboxes.get(flow.sandbox) else {
+                self.end(key, flow, true);
+                return None;
+            };
+            let heard_much = flow.ear.as_ref().is_some_and(|ear| ear.room() > THIN);
+            if sandbox.charged > MEMORY && heard_much {
+                self.unheard(&flow, Some("memory"));
+                self.end(key, flow, true);
+                return None;
+            }
             let known = sandbox.pins.names(to.address, Instant::now());
             flow.hear(&mut |name| {
                 let mut verdict = sandbox.table.named(name, &to);
@@ -259,7 +267,7 @@ impl Server {
                 if !check {
                     verdict.allow = true;
                 } else if foreign {
-                    verdict.allow = false;
+                    verdict = DENIED;
                 }
                 let same = before.as_deref() == Some(name) && fresh.is_empty();
                 if !same || !verdict.allow {
@@ -294,12 +302,8 @@ impl Server {
 
     /// Refused for how something was said, whatever the rules.
     fn unheard(&mut self, flow: &Flow, why: Option<&str>) {
-        let denied = Verdict {
-            allow: false,
-            rule: None,
-        };
         let at = (flow.to, flow.from_port);
-        self.judged(flow.sandbox, denied, None, at, why);
+        self.judged(flow.sandbox, DENIED, None, at, why);
     }
 
     fn pump(&mut self, flow: &mut Flow) -> io::Result<bool> {
@@ -310,7 +314,8 @@ impl Server {
         let thin = charged > MEMORY;
         let room = if thin { THIN } else { self.room.len() };
         let moved = flow.pump(&mut self.room[..room], &self.poller);
-        let now = flow.up.room() + flow.down.room();
+        let heard = flow.ear.as_ref().map_or(0, Ear::room);
+        let now = flow.up.room() + flow.down.room() + heard;
         if now != flow.charged {
             if let Some(sandbox) = self.sandboxes.get_mut(flow.sandbox) {
                 sandbox.charged = sandbox.charged + now - flow.charged;
@@ -408,9 +413,13 @@ impl Server {
     }
 
     pub(super) fn take_asker(&mut self, sandbox: Key, stream: TcpStream) {
-        let Ok(()) = stream.set_nonblocking(true) else {
+        let many = self
+            .sandboxes
+            .get(sandbox)
+            .map_or(0, |one| one.askers.len());
+        if many >= ASKERS_MAX || stream.set_nonblocking(true).is_err() {
             return;
-        };
+        }
         let key = self.askers.insert(super::Asker::new(sandbox, stream));
         let added = self.askers.get(key).map(|asker| {
             let token = key.token(ASKER);

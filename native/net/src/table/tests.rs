@@ -52,7 +52,7 @@ fn the_first_rule_that_matches_decides_and_none_denies() {
     assert!(both.named("b.x", &at).allow && both.named("c.b.x", &at).allow);
     assert!(!both.named("x", &at).allow, "itself is not below itself");
     assert!(!both.named("ax", &at).allow && !both.named(".x", &at).allow);
-    assert_eq!(both.named("b.y", &at), NOTHING);
+    assert_eq!(both.named("b.y", &at), DENIED);
     let turned = table(vec![allow(suffix("x")), deny(name("a.x"))]);
     assert!(turned.named("a.x", &at).allow);
 }
@@ -64,7 +64,7 @@ fn closed_addresses_open_by_ranges_only() {
     for inside in ["10.0.0.1", "169.254.169.254", "::1", "fd00::1"] {
         let at = to(inside, 80);
         assert!(!named.named("a.x", &at).allow, "{inside}");
-        assert_eq!(named.begin(&["a.x"], &at), Begin::Decided(NOTHING));
+        assert_eq!(named.begin(&["a.x"], &at), Begin::Decided(DENIED));
         assert!(!named.answers("a.x", ip(inside), true));
     }
     let opened = table(vec![allow(name("a.x")), allow(range("10.0.0.0/8"))]);
@@ -101,8 +101,16 @@ fn a_name_is_asked_for_if_any_port_is_left() {
     assert!(other.resolves("a.x").allow);
     let mut highest = allow(name("a.x"));
     highest.ports = vec![(65535, 65535)];
-    assert!(table(vec![denied(&[(1, 65534)]), highest.clone()]).resolves("a.x").allow);
-    assert!(!table(vec![denied(&[(2, 65535)]), highest]).resolves("a.x").allow);
+    assert!(
+        table(vec![denied(&[(1, 65534)]), highest.clone()])
+            .resolves("a.x")
+            .allow
+    );
+    assert!(
+        !table(vec![denied(&[(2, 65535)]), highest])
+            .resolves("a.x")
+            .allow
+    );
 }
 
 #[test]
@@ -130,8 +138,8 @@ fn ports_and_protocols_narrow_a_rule() {
 fn how_a_connection_begins() {
     let at = to("20.0.0.1", 443);
     let named = table(vec![allow(name("a.x"))]);
-    assert_eq!(named.begin(&[], &at), Begin::Decided(NOTHING));
-    assert_eq!(named.begin(&["b.x"], &at), Begin::Decided(NOTHING));
+    assert_eq!(named.begin(&[], &at), Begin::Decided(DENIED));
+    assert_eq!(named.begin(&["b.x"], &at), Begin::Decided(DENIED));
     assert_eq!(named.begin(&["b.x", "a.x"], &at), Begin::Hear);
     let mut loose = allow(name("a.x"));
     loose.check = Check::Address;
@@ -148,15 +156,12 @@ fn how_a_connection_begins() {
     let all_but = table(vec![deny(suffix("x")), allow(range("20.0.0.0/8"))]);
     assert_eq!(all_but.begin(&[], &at), Begin::Listen(second));
     let shadowed = table(vec![deny(suffix("x")), allow(name("a.x"))]);
-    assert_eq!(shadowed.begin(&["a.x"], &at), Begin::Decided(NOTHING));
+    assert_eq!(shadowed.begin(&["a.x"], &at), Begin::Decided(DENIED));
 }
 
 #[test]
 fn a_table_survives_the_wire_and_a_bad_one_is_told() {
-    let rules = vec![
-        deny(name("a.x")),
-        allow(range("10.0.0.0/8")),
-    ];
+    let rules = vec![deny(name("a.x")), allow(range("10.0.0.0/8"))];
     let one = table(rules);
     let bytes = rmp_serde::to_vec_named(&one).expect("packed");
     assert_eq!(
