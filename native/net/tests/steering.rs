@@ -18,6 +18,7 @@ fn steered() -> (Place, Steering, TcpListener) {
     let steering = steer(place.0.as_fd()).expect("steered");
     let listener = TcpListener::from(steering.tcp.try_clone().expect("a copy"));
     listener.set_nonblocking(false).expect("blocking");
+    kit::patient(&listener);
     (place, steering, listener)
 }
 
@@ -59,6 +60,7 @@ fn loopback_is_left_alone() {
     for own in ["127.0.0.1:53", "[::1]:0", "127.0.1.1:0"] {
         place.run(|| {
             let server = TcpListener::bind(own).expect("bound");
+            kit::patient(&server);
             let to = server.local_addr().expect("its address");
             let client = TcpStream::connect(to).expect("connected");
             let (_, from) = server.accept().expect("taken");
@@ -76,6 +78,7 @@ fn loopback_is_left_alone() {
     // A server on every address serves loopback, and takes nothing that was meant for elsewhere.
     place.run(|| {
         let server = TcpListener::bind("0.0.0.0:8000").expect("bound");
+        kit::patient(&server);
         let dns = UdpSocket::bind("127.0.0.1:53").expect("bound: ours is not in its way");
         connect("127.0.0.1:8000").expect("connected");
         server.accept().expect("taken");

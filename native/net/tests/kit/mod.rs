@@ -446,12 +446,16 @@ pub fn connect(place: &Place, to: &str) -> std::io::Result<TcpStream> {
     })
 }
 
+/// Waiting for a connection ends too.
+pub fn patient(listener: &TcpListener) {
+    set_socket_timeout(listener, Timeout::Recv, Some(LIMIT)).expect("a limit");
+}
+
 /// A server of the world, on every address.
 pub fn server(world: &Place, port: u16) -> TcpListener {
     world.run(|| {
         let listener = TcpListener::bind(("0.0.0.0", port)).expect("bound");
-        // Waiting for a connection ends with it too.
-        set_socket_timeout(&listener, Timeout::Recv, Some(LIMIT)).expect("a limit");
+        patient(&listener);
         listener
     })
 }
