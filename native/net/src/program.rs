@@ -20,8 +20,8 @@ const UID: u32 = 65534;
 const DISABLE: &str = "DSEC_NATIVE_DISABLE";
 
 pub const USAGE: &str = "\
-       serve --socket PATH [--uid N]   serves the connections of sandboxes
-       probe                           why connections cannot be steered here, if they cannot
+serve --socket PATH [--uid N]   serves the connections of sandboxes
+probe                           why connections cannot be steered here, if they cannot
 ";
 
 /// Does what the words say, for ever if they say `serve`; `None`: they say nothing.
