@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_bytes::ByteBuf;
 
 use crate::error::{at, Done, Failure};
-use crate::meta::target_of;
+use crate::meta::{found, target_of};
 use crate::path::{absolute, join, make_all, open_dir, trimmed};
 use crate::walk::for_each_name;
 use crate::wire::{Entry, ListArgs, MkdirArgs};
@@ -88,12 +88,13 @@ pub(crate) fn list(set: &Settings, args: &ListArgs) -> Done<Listed> {
 #[derive(Serialize)]
 pub(crate) struct Made {
     created: bool,
+    entry: Entry,
 }
 
 pub(crate) fn mkdir(set: &Settings, args: &MkdirArgs) -> Done<Made> {
     check_mode(args.mode)?;
-    let path = absolute(set, "path", &args.path)?;
-    let path = trimmed(&path);
+    let given = absolute(set, "path", &args.path)?;
+    let path = trimmed(&given);
     let fail = at("mkdir", path);
     let bits = Mode::from_raw_mode(args.mode.unwrap_or(0o777));
     let made = if args.parents {
@@ -111,5 +112,6 @@ pub(crate) fn mkdir(set: &Settings, args: &MkdirArgs) -> Done<Made> {
         // What was asked for, whatever the umask.
         chmodat(CWD, path, bits, AtFlags::empty()).map_err(&fail)?;
     }
-    Ok(Made { created })
+    let entry = found(&given, true)?;
+    Ok(Made { created, entry })
 }

@@ -1,8 +1,10 @@
 //! What is known about files, and changes of that.
 
+use std::os::fd::OwnedFd;
+
 use rustix::fs::{
-    chmodat, chownat, readlinkat, renameat_with, statat, symlinkat, AtFlags, FileType, Gid, Mode,
-    RenameFlags, Stat, Uid, CWD,
+    chmodat, chownat, fstat, openat, readlinkat, renameat_with, statat, symlinkat, AtFlags,
+    FileType, Gid, Mode, OFlags, RenameFlags, Stat, Uid, CWD,
 };
 use rustix::io::Errno;
 use serde::Serialize;
@@ -10,7 +12,7 @@ use serde_bytes::ByteBuf;
 
 use crate::conn::Conn;
 use crate::error::{at, Done, Failure};
-use crate::path::{absolute, kind_of, place};
+use crate::path::{absolute, kind_of, place, Place};
 use crate::wire::{
     ChmodArgs, ChownArgs, Entry, MoveArgs, Nothing, OfEntry, PathArgs, StatArgs, SymlinkArgs,
 };
@@ -41,19 +43,26 @@ pub(crate) fn target_of<Fd: std::os::fd::AsFd>(
 
 pub(crate) fn stat(set: &Settings, args: &StatArgs) -> Done<OfEntry<Entry>> {
     let path = absolute(set, "path", &args.path)?;
-    let stat = statat(CWD, &path, flags(args.follow)).map_err(at("stat", &path))?;
-    let target = target_of(CWD, &path, &stat);
     Ok(OfEntry {
-        entry: Entry::new(&path, &stat, target),
+        entry: found(&path, args.follow)?,
     })
 }
 
-pub(crate) fn chmod(set: &Settings, args: &ChmodArgs) -> Done<Nothing> {
+/// What is there.
+pub(crate) fn found(path: &[u8], follow: bool) -> Done<Entry> {
+    let stat = statat(CWD, path, flags(follow)).map_err(at("stat", path))?;
+    let target = target_of(CWD, path, &stat);
+    Ok(Entry::new(path, &stat, target))
+}
+
+pub(crate) fn chmod(set: &Settings, args: &ChmodArgs) -> Done<OfEntry<Entry>> {
     check_mode(Some(args.mode))?;
     let path = absolute(set, "path", &args.path)?;
     let mode = Mode::from_raw_mode(args.mode);
     chmodat(CWD, &path, mode, AtFlags::empty()).map_err(at("chmod", &path))?;
-    Ok(Nothing {})
+    Ok(OfEntry {
+        entry: found(&path, true)?,
+    })
 }
 
 /// -1 means "leave it" to the kernel, so it is no id.
@@ -98,6 +107,7 @@ pub(crate) fn readlink(set: &Settings, args: &PathArgs) -> Done<Target> {
 struct Moved {
     /// `false`: between file systems, by copying and removing.
     atomic: bool,
+    entry: Entry,
 }
 
 pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<()> {
@@ -110,6 +120,7 @@ pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<(
     } else {
         RenameFlags::NOREPLACE
     };
+    let held = open_place(&from);
     let atomic = match renameat_with(&from.dir, from.given(), &to.dir, to.given(), flags) {
         Ok(()) => true,
         Err(Errno::XDEV) => {
@@ -124,5 +135,22 @@ pub(crate) fn rename(conn: &mut Conn, set: &Settings, args: &MoveArgs) -> Done<(
         Err(Errno::NOENT) if from.stat().is_err() => return Err(at("move", &source)(Errno::NOENT)),
         Err(errno) => return Err(at("move to", &target)(errno)),
     };
-    answer(conn, Moved { atomic })
+    // Whoever waited for it may have taken it away, and a link that the target's path went through may be what was moved:
+    // it was moved all the same. Of a copy that is gone the source's last state is the same but for its times.
+    let moved = open_place(&to).or(held).map_err(at("stat", &target))?;
+    let stat = fstat(&moved).map_err(at("stat", &target))?;
+    let link = target_of(&moved, b"", &stat);
+    answer(
+        conn,
+        Moved {
+            atomic,
+            entry: Entry::new(&target, &stat, link),
+        },
+    )
+}
+
+/// Holds what is there now, whatever it is.
+fn open_place(at: &Place) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(&at.dir, &at.name, flags, Mode::empty())
 }

@@ -150,19 +150,19 @@ class Files(Protocol):
         """A page of a directory. A name that is there all the time comes once, whatever comes and goes beside it."""
         ...
 
-    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> bool:
-        """Make a directory; with `parents` also those above, and one that is there is as good (False)."""
+    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> Entry:
+        """Make a directory; with `parents` also those above, and one that is there is as good."""
         ...
 
     async def remove(self, path: bytes, *, recursive: bool) -> None:
         """Remove a file, a link itself, or a directory: an empty one, or with all below it. Follows no link."""
         ...
 
-    async def move(self, source: bytes, target: bytes, *, replace: bool) -> None:
-        """Give it another place. FileExists, unless `replace`."""
+    async def move(self, source: bytes, target: bytes, *, replace: bool) -> Entry:
+        """Give it another place. FileExists, unless `replace`. Right also if it is gone from there again."""
         ...
 
-    async def chmod(self, path: bytes, mode: int) -> None:
+    async def chmod(self, path: bytes, mode: int) -> Entry:
         """Set its permission bits."""
         ...
 

@@ -196,7 +196,7 @@ class FakeFiles:
         more = posixpath.basename(page[-1]) if len(page) < len(names) else None
         return Listing(items=tuple(self._entry(one) for one in page), next_cursor=more)
 
-    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> bool:
+    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> Entry:
         await self._visit()
         where = self._path(path)
         try:
@@ -204,9 +204,9 @@ class FakeFiles:
         except FileNotFound:
             self._above(where, parents=parents)
             self._tree.put(where, self._new("directory", 0o755 if mode is None else mode))
-            return True
+            return self._entry(where)
         if parents and there.type == "directory":
-            return False
+            return self._entry(where)
         raise refused(FileExists, "mkdir", where, errno.EEXIST)
 
     def _above(self, path: bytes, *, parents: bool) -> None:
@@ -237,7 +237,7 @@ class FakeFiles:
         for one in (*reversed(below), where):
             self._tree.drop(one)
 
-    async def move(self, source: bytes, target: bytes, *, replace: bool) -> None:
+    async def move(self, source: bytes, target: bytes, *, replace: bool) -> Entry:
         await self._visit()
         from_, to = self._path(source), self._path(target)
         for where in (from_, to):
@@ -256,12 +256,14 @@ class FakeFiles:
                 raise refused(FileError, "move", to, errno.ENOTEMPTY)
         for one in (from_, *self._tree.below(from_)):
             self._tree.put(to + one[len(from_) :], self._tree.drop(one))
+        return self._entry(to)
 
-    async def chmod(self, path: bytes, mode: int) -> None:
+    async def chmod(self, path: bytes, mode: int) -> Entry:
         await self._visit()
         where = self._path(path)
         self._tree.find(where, "chmod").mode = mode
         self._tree.tell("attributes", where)
+        return self._entry(where)
 
     async def read(
         self,

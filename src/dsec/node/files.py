@@ -109,8 +109,7 @@ def mkdir(path: bytes, *, parents: bool = False, mode: int | None = None) -> Cal
     check_mode(mode)
 
     async def work(helper: Files) -> Entry:
-        await helper.mkdir(path, parents=parents, mode=mode)
-        return await helper.stat(path)
+        return await helper.mkdir(path, parents=parents, mode=mode)
 
     return Call("file.mkdir", (path, parents, mode), work, Entry)
 
@@ -127,8 +126,7 @@ def move(source: bytes, target: bytes, *, replace: bool = False) -> Call[Entry]:
     check_path(target, "target")
 
     async def work(helper: Files) -> Entry:
-        await helper.move(source, target, replace=replace)
-        return await helper.stat(target, follow=False)
+        return await helper.move(source, target, replace=replace)
 
     return Call("file.move", (source, target, replace), work, Entry)
 
@@ -137,12 +135,7 @@ def chmod(path: bytes, mode: int) -> Call[Entry]:
     """Set its permission bits."""
     check_path(path)
     check_mode(mode)
-
-    async def work(helper: Files) -> Entry:
-        await helper.chmod(path, mode)
-        return await helper.stat(path)
-
-    return Call("file.chmod", (path, mode), work, Entry)
+    return Call("file.chmod", (path, mode), lambda helper: helper.chmod(path, mode), Entry)
 
 
 class FileCalls:

@@ -127,10 +127,6 @@ class _Listed(msgspec.Struct, frozen=True):
     cursor: bytes | None = None
 
 
-class _Made(msgspec.Struct, frozen=True):
-    created: bool
-
-
 class _Ended(msgspec.Struct, frozen=True):
     reason: str
 
@@ -266,22 +262,24 @@ class FileClient:
         found = _as(raw, _Listed)
         return Listing(items=tuple(one.entry() for one in found.entries), next_cursor=found.cursor)
 
-    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> bool:
-        """Whether it was made: with `parents` one that is there is as good."""
+    async def mkdir(self, path: bytes, *, parents: bool, mode: int | None = None) -> Entry:
+        """Make a directory: with `parents` one that is there is as good."""
         raw = await self._call("mkdir", {"path": path, "parents": parents, "mode": mode})
-        return _as(raw, _Made).created
+        return _as(raw, _OfEntry).entry.entry()
 
     async def remove(self, path: bytes, *, recursive: bool) -> None:
         """Remove a file, a link itself, or a directory: an empty one, or with all below it."""
         await self._call("remove", {"path": path, "recursive": recursive})
 
-    async def move(self, source: bytes, target: bytes, *, replace: bool) -> None:
-        """Give it another place."""
-        await self._call("move", {"source": source, "target": target, "replace": replace})
+    async def move(self, source: bytes, target: bytes, *, replace: bool) -> Entry:
+        """Give it another place. What was moved, also if it is gone from there again."""
+        raw = await self._call("move", {"source": source, "target": target, "replace": replace})
+        return _as(raw, _OfEntry).entry.entry()
 
-    async def chmod(self, path: bytes, mode: int) -> None:
+    async def chmod(self, path: bytes, mode: int) -> Entry:
         """Set its permission bits."""
-        await self._call("chmod", {"path": path, "mode": mode})
+        raw = await self._call("chmod", {"path": path, "mode": mode})
+        return _as(raw, _OfEntry).entry.entry()
 
     async def read(
         self,

@@ -268,6 +268,44 @@ fn directories_links_modes_and_moves() {
 }
 
 #[test]
+fn a_move_says_what_was_moved_wherever_its_path_leads_then() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    std::fs::create_dir(dir.at("d")).unwrap();
+    symlink("d", dir.at("l")).unwrap();
+    let done = c
+        .call("move", args! {source: dir.at("l"), target: dir.at("l/l")})
+        .ok();
+    assert_eq!(bytes(get(&done, "entry"), "target"), b"d");
+    assert!(std::fs::symlink_metadata(dir.at("d/l")).is_ok());
+}
+
+#[test]
+fn a_move_is_done_also_if_what_was_moved_is_taken_at_once() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    let (taken, over) = (dir.at("taken"), std::sync::atomic::AtomicBool::new(false));
+    let replies: Vec<_> = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                let _ = std::fs::remove_file(&taken);
+            }
+        });
+        let replies = (0..2_000).map(|size| {
+            std::fs::write(dir.at("f"), vec![0; size % 7]).unwrap();
+            c.call(
+                "move",
+                args! {source: dir.at("f"), target: &taken, replace: true},
+            )
+        });
+        let replies = replies.collect();
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        replies
+    });
+    for (size, reply) in replies.into_iter().enumerate() {
+        assert_eq!(num(get(&reply.ok(), "entry"), "size"), size as u64 % 7);
+    }
+}
+
+#[test]
 fn hashes() {
     let (mut c, dir) = (Client::new(), Dir::new());
     let path = dir.at("f");
