@@ -1,5 +1,18 @@
 """What the suites share: a node that the dsec command has started."""
 
-from tests.kit.home import home
+from collections.abc import Iterator
 
-__all__ = ["home"]
+import pytest
+
+from tests.kit.home import Home, standing
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "benchmark: of a plugin that a guest does not load; langchain's suite bears it")
+
+
+@pytest.fixture(scope="session")
+def home() -> Iterator[Home]:
+    """One node for all suites of a run: each leaves none of its sandboxes behind."""
+    with standing() as made:
+        yield made

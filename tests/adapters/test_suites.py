@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.kit.adapters import OPTIONS, say_installed, too_few
 from tests.kit.lanes import TESTS, adapters_python, runtime_binary
 
 ROOT: Final = TESTS.parent
@@ -20,8 +20,6 @@ HERE: Final = Path(__file__).parent
 SUITES: Final = sorted(path.stem.removesuffix("_suite") for path in HERE.glob("*_suite.py"))
 # With the versions that are `beside` in requirements.txt.
 BESIDE: Final = ["deepagents"]
-# What the frameworks themselves bring; with fewer tests a suite was not collected whole.
-AT_LEAST: Final = {"inspect": 44, "deepagents": 79, "deepagents-beside": 86}
 SUITE_TIMEOUT_S: Final = 900
 # At once: much of a suite's time is waiting.
 WORKERS: Final = 2
@@ -43,8 +41,7 @@ class Suite:
         suite, _, beside = self._name.partition("-")
         others = [python.parent.parent / "beside"] if beside else []
         line = [python, "-m", "pytest", HERE / f"{suite}_suite.py", "-q", "--tb=short", "-p", "no:cacheprovider"]
-        line += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
-        line += ["-p", "no:benchmark", f"--junitxml={self.report}"]
+        line += [*OPTIONS, "-p", "no:benchmark", f"--junitxml={self.report}"]
         env = {
             **os.environ,
             "PYTHONPATH": ":".join(map(str, [*others, ROOT / "src", self._installed])),
@@ -82,16 +79,8 @@ class Suite:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that says of this project what its wheel would: frameworks find adapters by entry points."""
     place = tmp_path_factory.mktemp("installed")
-    about = place / "dsec-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: dsec\nVersion: 0\n")
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in of.items()) for group, of in groups.items()
-    ]
-    (about / "entry_points.txt").write_text("\n".join(lines))
+    say_installed(place)
     return place
 
 
@@ -126,4 +115,4 @@ def test_suite(suite: str, runs: dict[str, Suite], capsys: pytest.CaptureFixture
         for reason in skipped:
             print(f"    skipped {reason}")
     assert code == 0 and not failed, f"{failed}\n{output}"
-    assert passed >= AT_LEAST.get(suite, 1), skipped
+    assert not too_few({suite: passed}, [suite]), skipped

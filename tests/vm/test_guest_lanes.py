@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 
-from tests.kit.vm import image, lanes
+from tests.kit.vm import frameworks, lanes
 
 # The first test waits for image, boots and builds too, where they are not there yet.
 pytestmark = pytest.mark.timeout(lanes.GUEST_BUDGET_S + 900)
 
 
-@pytest.mark.parametrize("lane", lanes.LANES)
-@pytest.mark.parametrize("series", image.KERNELS)
+def _cases() -> list[ParameterSet]:
+    lacks = {"adapters": frameworks.missing()}
+    return [
+        pytest.param(series, lane, marks=[pytest.mark.skip(reason)] if (reason := lacks.get(lane)) else [])
+        for lane in lanes.LANES
+        for series in lanes.guests_of(lane)
+    ]
+
+
+@pytest.mark.parametrize(("series", "lane"), _cases())
 def test_lane(
     series: str, lane: str, guest_runs: dict[str, lanes.GuestRun], capsys: pytest.CaptureFixture[str]
 ) -> None:

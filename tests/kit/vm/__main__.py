@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 
-from tests.kit.vm import cache, image, machine, payload, qemu
+from tests.kit.vm import cache, frameworks, image, machine, payload, qemu
 from tests.kit.vm.channel import GuestError
 from tests.kit.vm.emulator import EmulatorError
+from tests.kit.vm.machine import Guest
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/guest", description=__doc__)
     parser.add_argument("-k", "--kernel", choices=image.KERNELS, default=image.KERNELS[0])
+    parser.add_argument(
+        "--frameworks", action="store_true",
+        help=f"for shell and run: with those of the lane adapters; their interpreter is {frameworks.MOUNT}/bin/python",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="build the image and both snapshots; prints where they are")
     commands.add_parser("boot", help="boot afresh and replace the snapshot of this kernel")
@@ -47,10 +54,20 @@ def boot(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def working(args: argparse.Namespace) -> Iterator[tuple[Guest, dict[str, str]]]:
+    """A guest with the tree, and what programs in it have as their environment."""
+    brought = frameworks.disk() if args.frameworks else None
+    with payload.disk() as tree, machine.restored(args.kernel, tree, brought) as guest:
+        if brought is not None:
+            frameworks.mount(guest)
+        yield guest, payload.ENVIRONMENT if brought is None else frameworks.ENVIRONMENT
+
+
 def shell(args: argparse.Namespace) -> int:
     """Not a terminal: each line is a command of its own, with the directory kept."""
     cwd = "/srv/dsec"
-    with payload.disk() as tree, machine.restored(args.kernel, tree) as guest:
+    with working(args) as (guest, environment):
         while True:
             try:
                 line = input(f"{args.kernel}:{cwd}# ")
@@ -61,7 +78,7 @@ def shell(args: argparse.Namespace) -> int:
                 cwd=cwd,
                 on_output=_print,
                 timeout_s=3600,
-                env=payload.ENVIRONMENT,
+                env=environment,
             )
             if done.exit_code:
                 print(f"[exit {done.exit_code}]")
@@ -71,10 +88,8 @@ def shell(args: argparse.Namespace) -> int:
 def execute(args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     line = argv[0] if len(argv) == 1 else shlex.join(argv)
-    with payload.disk() as tree, machine.restored(args.kernel, tree) as guest:
-        return guest.run(
-            line, cwd="/srv/dsec", on_output=_print, timeout_s=args.timeout, env=payload.ENVIRONMENT
-        ).exit_code
+    with working(args) as (guest, environment):
+        return guest.run(line, cwd="/srv/dsec", on_output=_print, timeout_s=args.timeout, env=environment).exit_code
 
 
 def _print(data: bytes) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.kit.lanes import SHARE_ENV
-from tests.kit.vm import image, machine, payload
+from tests.kit.vm import frameworks, image, machine, payload
 from tests.kit.vm.channel import GuestError, GuestTimeout
 from tests.kit.vm.machine import Guest
 
 # What a node's kernel decides runs again in every guest. Within these files, tests that are marked `same_everywhere`
 # are left out, and those that are marked `one_guest` are dealt out among the guests.
-LANES = ("native", "contract", "root", "security")
+LANES = ("native", "contract", "root", "security", "adapters")
 INSIDE = {
     "contract": ("tests/contract/test_container.py",),
     "root": (
@@ -32,6 +32,11 @@ INSIDE = {
     ),
     "security": (
         "tests/security/test_container.py", "tests/security/test_file_helper.py", "tests/security/test_confinement.py",
+    ),
+    "adapters": (
+        "tests/adapters/inspect_suite.py", "tests/adapters/mini_swe_agent_suite.py",
+        "tests/adapters/swe_rex_terminals_suite.py", "tests/adapters/deepagents_suite.py",
+        "tests/adapters/swe_rex_suite.py",
     ),
 }  # fmt: skip
 SLOW = "a guest has no time for it each time; passed on 6.12 by name"
@@ -77,6 +82,8 @@ LEFT_OUT = {
     "tests/root/test_sdk_terminals.py": "the SDK and the node; runtime/test_terminals.py has what a kernel decides",
     "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; see runtime/test_lost_disk.py",
     "tests/root/test_bench.py": "compares with Docker, runc and a C program built on the spot; a guest has no network",
+    "tests/adapters/examples_suite.py": "imports a framework for each; no kernel changes their answer",
+    "tests/adapters/test_suites.py": "starts the suites where the frameworks are installed; a guest runs them itself",
     "tests/root/test_wheel.py": "builds with cargo and pip; a guest has neither compilers nor network",
 }
 NATIVE_LEFT_OUT = {
@@ -91,6 +98,11 @@ NATIVE_LEFT_OUT = {
 IN_ONE = {
     "tests/root/test_sdk.py": "6.1",
     "tests/root/test_sdk_files.py": "6.1",
+    "tests/adapters/deepagents_suite.py": "6.1",
+    "tests/adapters/inspect_suite.py": "6.1",
+    "tests/adapters/mini_swe_agent_suite.py": "6.1",
+    "tests/adapters/swe_rex_suite.py": "6.1",
+    "tests/adapters/swe_rex_terminals_suite.py": "6.1",
     "launch-undo": "6.1",
     "launch-stores::every_failpoint_leaves_nothing": "6.1",
     "launch-stores::a_hanging_create_is_ended_at_its_deadline": "6.12",
@@ -157,7 +169,8 @@ class GuestRun:
         try:
             while left and not self._over.is_set():
                 # One guest for all lanes, as one machine of a user has it; another only when it was lost.
-                with machine.restored(self.series, self._disk) as guest:
+                brought = frameworks.disk() if "adapters" in left else None
+                with machine.restored(self.series, self._disk, brought) as guest:
                     self._guest, lost = guest, False
                     while left and not lost and not self._over.is_set():
                         outcome = run_lane(guest, left[0], deadline - time.monotonic())
@@ -199,18 +212,27 @@ def files_of(series: str, lane: str) -> list[str]:
     return [path for path in INSIDE[lane] if path not in left_out(series, lane)]
 
 
+def guests_of(lane: str) -> list[str]:
+    """The guests that run something of a lane."""
+    return [series for series in image.KERNELS if lane == "native" or files_of(series, lane)]
+
+
 def share_of(series: str) -> dict[str, str]:
     """Which part of what is dealt out a guest runs."""
     return {SHARE_ENV: f"{image.KERNELS.index(series)}/{len(image.KERNELS)}"}
 
 
 def run_pytest(guest: Guest, lane: str, timeout_s: float) -> Outcome:
+    files, program, environment = files_of(guest.series, lane), ["python3", "-m", "pytest"], payload.ENVIRONMENT
+    if lane == "adapters":
+        frameworks.mount(guest)
+        program, environment = frameworks.PROGRAM, frameworks.ENVIRONMENT
     argv = [
-        "python3", "-m", "pytest", *files_of(guest.series, lane), "-p", "no:cacheprovider", "-q", "--tb=short",
+        *program, *files, "-p", "no:cacheprovider", "-q", "--tb=short",
         f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={REPORT}",
     ]  # fmt: skip
     guest.run(["rm", "-f", REPORT])
-    environment = payload.ENVIRONMENT | share_of(guest.series)
+    environment = environment | share_of(guest.series)
     done = guest.run(argv, cwd=payload.MOUNT, env=environment, timeout_s=timeout_s)
     tail = _tail(done.tail if len(done.tail) > len(done.text) else done.text + done.stderr.decode(errors="replace"))
     report = guest.run(["cat", REPORT])
@@ -219,6 +241,8 @@ def run_pytest(guest: Guest, lane: str, timeout_s: float) -> Outcome:
     outcome = read_report(lane, report.stdout)
     outcome.tail = tail
     outcome.summary = _summary_line(done.text) or outcome.summary
+    if lane == "adapters":
+        outcome.failed += frameworks.too_few(report.stdout, files)
     if done.exit_code not in (0, 1) and not outcome.failed:
         outcome.failed.append(f"pytest ended with {done.exit_code}")
     return outcome

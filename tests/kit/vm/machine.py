@@ -22,15 +22,15 @@ BOOT_TIMEOUT_S = {"tcg": 240.0, "kvm": 30.0}
 RESTORE_TIMEOUT_S = 60.0
 # Seconds on a quiet machine; on a busy one the emulated disk is what waits longest.
 COPY_TIMEOUT_S = 600.0
-SNAPSHOT_FORMAT = "2"
+SNAPSHOT_FORMAT = "3"
 # Read and run once before the snapshot, so that a restored guest has them in its page cache.
 WARM = (
     "for tool in mount tar mkfs.erofs mkfs.ext4 mkfs.btrfs busybox losetup; do $tool --help; done; "
     "python3 -m pytest --version && python3 -c "
     "'import asyncio, sqlite3, ssl, xml.etree.ElementTree, msgspec, uvloop, uvicorn, httptools, starlette'"
 )
-# The second disk carries what a run brings along. Its size is fixed, because the saved machine knows
-# it; the file is sparse.
+# The second disk carries what a run brings along, the third the frameworks of the lane `adapters`. Their size is fixed,
+# because the saved machine knows it; the files are sparse.
 PAYLOAD_BYTES = 4 << 30
 
 
@@ -106,8 +106,7 @@ def _boot(made: Image, series: str, accel: str, target: Path) -> None:
     disk = target / "disk.qcow2"
     with _workspace() as work:
         _overlay(made.disk, disk)
-        _sparse(work / "payload")
-        disks = _disks(disk, work / "payload")
+        disks = _disks(disk, [None, None], work)
         guest = _start(qemu.command(accel, made.boot(series), disks, work, incoming=False), series, work)
         try:
             guest.channel.wait_hello(BOOT_TIMEOUT_S[accel])
@@ -137,14 +136,17 @@ def _settle(guest: Guest) -> None:
 
 
 @contextlib.contextmanager
-def restored(series: str, payload: Path | None = None) -> Iterator[Guest]:
-    """A guest as it was after its boot, with `payload` (an ext4 image) mounted on /srv/dsec."""
+def restored(series: str, payload: Path | None = None, frameworks: Path | None = None) -> Iterator[Guest]:
+    """A guest as it was after its boot, with `payload` (an ext4 image) mounted on /srv/dsec.
+
+    `frameworks` (another) is there as well, to be mounted by who wants it.
+    """
     saved = snapshot(series)
     for attempt in ("restore", "boot"):
         with contextlib.ExitStack() as stack:
             work = stack.enter_context(_workspace())
             try:
-                guest = _restore(saved, work, payload)
+                guest = _restore(saved, work, [payload, frameworks])
             except (qemu.QemuError, GuestError):
                 if attempt == "boot":
                     raise
@@ -159,13 +161,10 @@ def restored(series: str, payload: Path | None = None) -> Iterator[Guest]:
             return
 
 
-def _restore(saved: Snapshot, work: Path, payload: Path | None) -> Guest:
+def _restore(saved: Snapshot, work: Path, brought: list[Path | None]) -> Guest:
     disk = work / "disk.qcow2"
     _overlay(saved.disk, disk, "qcow2")
-    if payload is None:
-        payload = work / "payload"
-        _sparse(payload)
-    argv = qemu.command(saved.accel, saved.boot, _disks(disk, payload), work, incoming=True)
+    argv = qemu.command(saved.accel, saved.boot, _disks(disk, brought, work), work, incoming=True)
     guest = _start(argv, saved.boot.name, work)
     try:
         guest.machine.load(saved.state)
@@ -186,8 +185,11 @@ def _start(argv: list[str], series: str, work: Path) -> Guest:
         raise
 
 
-def _disks(disk: Path, payload: Path) -> list[qemu.Disk]:
-    return [qemu.Disk(disk, format="qcow2"), qemu.Disk(payload, read_only=True)]
+def _disks(disk: Path, brought: list[Path | None], work: Path) -> list[qemu.Disk]:
+    """A guest always has as many: an empty one stands for what is not brought."""
+    empty = work / "empty"
+    _sparse(empty)
+    return [qemu.Disk(disk, format="qcow2"), *(qemu.Disk(path or empty, read_only=True) for path in brought)]
 
 
 def _overlay(backing: Path, target: Path, backing_format: str = "raw") -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kit.adapters import say_installed
 from tests.kit.vm import cache
 from tests.kit.vm.emulator import find
 from tests.kit.vm.image import REPOSITORY, SITE, BuildError
@@ -31,6 +32,8 @@ BIN = "native/bin"
 # Puts what the native tests know by its path on the host where they look for it.
 PREPARE = f"{BIN}/prepare"
 PROGRAMS = f"{BIN}/programs"
+# What a wheel of this tree would say of it.
+INSTALLED = "installed"
 CACHED = ("bin", "layers")
 ENVIRONMENT = {
     "PYTHONPATH": f"{MOUNT}/src:{MOUNT}:/{SITE}",
@@ -164,6 +167,7 @@ def _stage(tree: Path, native: bool) -> None:
         shutil.copy2(runtime_binary(), tree / BIN / "dsec-runtime")
         _stage_tests(tree)
     _stage_cache(tree / "cache")
+    say_installed(tree / INSTALLED)
     for path in os.environ.get("DSEC_GUEST_EXTRA", "").split(":"):
         if path:
             (tree / "extra").mkdir(exist_ok=True)

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.unit
 
 def test_every_file_is_either_inside_or_left_out_with_a_reason() -> None:
     root = TESTS.parent
-    there = {str(path.relative_to(root)) for lane in lanes.INSIDE for path in (TESTS / lane).rglob("test_*.py")}
+    places = [TESTS / lane for lane in lanes.INSIDE]
+    files = [path for place in places for kind in ("test_*.py", "*_suite.py") for path in place.rglob(kind)]
+    there = {str(path.relative_to(root)) for path in files}
     inside = {path for paths in lanes.INSIDE.values() for path in paths}
     assert inside.isdisjoint(lanes.LEFT_OUT)
     assert there == inside | set(lanes.LEFT_OUT)
     assert all(lanes.LEFT_OUT.values())
-    files = {name for name in lanes.IN_ONE if name.startswith("tests/")}
-    assert files <= inside
+    assert {name for name in lanes.IN_ONE if name.startswith("tests/")} <= inside
     assert lanes.IN_ONE.keys().isdisjoint(lanes.NATIVE_LEFT_OUT)
     assert set(lanes.IN_ONE.values()) <= set(image.KERNELS)
 
@@ -49,7 +50,7 @@ def test_what_is_dealt_out_runs_in_exactly_one_guest() -> None:
     shares = set()
     for lane in lanes.INSIDE:
         ran: list[str] = []
-        for series in image.KERNELS:
+        for series in lanes.guests_of(lane):
             guest = Recorded(series)
             lanes.run_pytest(cast(Guest, guest), lane, 1.0)
             ((argv, env),) = [asked for asked in guest.asked if "pytest" in asked[0]]
