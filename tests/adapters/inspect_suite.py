@@ -297,6 +297,8 @@ def using_tools() -> Any:
     return solve
 
 
+# A guest would be busy with Inspect's server for a minute and a half, and of a kernel it wants no more than others do.
+@pytest.mark.same_everywhere
 @pytest.mark.timeout(300)
 def test_tools_that_inspect_puts_into_a_sandbox(home: Home, tmp_path: Path) -> None:
     """`exec_remote`, and tools such as `bash_session`: by a server of Inspect's, inside."""

@@ -98,6 +98,7 @@ async def test_ended_sandbox_is_not_alive(rex: RemoteRuntime, sbx: dsec.AsyncSan
             await call
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x"])
 @pytest.mark.parametrize("call", [*CALLS, "no-such-call"])
 async def test_nothing_without_the_token(address: tuple[str, int], call: str, token: str | None) -> None:
@@ -197,6 +198,7 @@ async def test_files(rex: RemoteRuntime) -> None:
         await rex.read_file(ReadFileRequest(path="/etc"))
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     ("encoding", "errors", "text"),
     [("latin-1", None, "caf\xe9"), ("utf-8", "replace", "caf\ufffd"), ("utf-8", "ignore", "caf"), (None, None, None)],
@@ -213,6 +215,7 @@ async def test_read_as_text(
         await rex.read_file(wanted)
 
 
+@pytest.mark.same_everywhere
 async def test_too_much_is_refused(rex: RemoteRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/f").write_bytes(bytes(20_000))
@@ -232,6 +235,7 @@ async def test_too_much_is_refused(rex: RemoteRuntime, monkeypatch: pytest.Monke
     assert (await executes(rex, ["ls", "/g"])).exit_code == 2
 
 
+@pytest.mark.same_everywhere
 async def test_upload_that_is_no_archive(address: tuple[str, int], sbx: dsec.AsyncSandbox) -> None:
     """Nor does one lead out of its directory."""
     packed = io.BytesIO()
@@ -269,6 +273,7 @@ async def test_session_keeps_its_state(rex: RemoteRuntime) -> None:
     assert (await does(rex, "echo 1; echo 2 >&2; echo 3")).output == "1\n2\n3"
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     ("command", "code"), [("true", 0), ("false", 1), ("nosuchprogram", 127), ("false && true", 1), ("A=(); false", 1)]
 )
@@ -280,6 +285,7 @@ async def test_exit_codes(rex: RemoteRuntime, command: str, code: int) -> None:
             await does(rex, command, check="raise")
 
 
+@pytest.mark.same_everywhere
 @pytest.mark.parametrize(
     ("command", "lines"),
     [
@@ -307,6 +313,7 @@ async def test_commands_of_a_session(rex: RemoteRuntime, command: str, lines: li
     assert (seen.output.splitlines(), seen.exit_code) == (lines, 0)
 
 
+@pytest.mark.same_everywhere
 async def test_no_bash_is_told_before_it_is_run(rex: RemoteRuntime) -> None:
     with pytest.raises(BashIncorrectSyntaxError) as caught:
         await does(rex, "touch /ran; (a")

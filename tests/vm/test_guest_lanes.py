@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.kit.vm import frameworks, lanes
 
@@ -11,16 +10,16 @@ from tests.kit.vm import frameworks, lanes
 pytestmark = pytest.mark.timeout(lanes.GUEST_BUDGET_S + 900)
 
 
-def _cases() -> list[ParameterSet]:
-    lacks = {"adapters": frameworks.missing()}
-    return [
-        pytest.param(series, lane, marks=[pytest.mark.skip(reason)] if (reason := lacks.get(lane)) else [])
-        for lane in lanes.LANES
-        for series in lanes.guests_of(lane)
-    ]
+# Why this machine cannot run a lane.
+LACKS = {"adapters": frameworks.missing()}
+CASES = [
+    pytest.param(series, lane, marks=[pytest.mark.skip(reason)] if (reason := LACKS.get(lane)) else [])
+    for lane in lanes.LANES
+    for series in lanes.guests_of(lane)
+]
 
 
-@pytest.mark.parametrize(("series", "lane"), _cases())
+@pytest.mark.parametrize(("series", "lane"), CASES)
 def test_lane(
     series: str, lane: str, guest_runs: dict[str, lanes.GuestRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
