@@ -8,7 +8,8 @@ from tests.kit.home import Home, standing
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "benchmark: of a plugin that a guest does not load; langchain's suite bears it")
+    for plugins in ("benchmark", "vcr"):
+        config.addinivalue_line("markers", f"{plugins}: langchain's suite bears it, and a guest loads no such plugin")
 
 
 @pytest.fixture(scope="session")

@@ -163,6 +163,7 @@ async def test_execute_fails(rex: RemoteRuntime, sbx: dsec.AsyncSandbox) -> None
         await executes(rex, ["a\0b"])
 
 
+@pytest.mark.same_everywhere
 async def test_request_that_comes_again_is_done_once(address: tuple[str, int], sbx: dsec.AsyncSandbox) -> None:
     url = f"http://{address[0]}:{address[1]}/execute"
     async with aiohttp.ClientSession() as client:
@@ -429,6 +430,7 @@ async def test_end_of_the_runtime_ends_its_sessions(rex: RemoteRuntime, sbx: dse
 # The command.
 
 
+@pytest.mark.same_everywhere
 def test_command(home: Home) -> None:
     env = {**home.env, "DSEC_URL": f"unix://{home.place.run_dir}/api.sock", TOKEN_ENV: "from-the-environment"}
     line = [sys.executable, "-m", "dsec.adapters.swe_rex"]
