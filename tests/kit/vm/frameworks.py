@@ -25,8 +25,8 @@ DEVICE = "/dev/vdc"
 # Of Debian 12. Wheels with native code are for one version.
 PYTHON = "3.11"
 SITE = f"lib/python{PYTHON}/site-packages"
-# No suite needs them. Inspect imports the clients of vendors where they are installed, half a minute under emulation, and
-# does without where they are not.
+# No suite needs them. Inspect imports the clients of vendors where they are installed, which is half a minute under
+# emulation, and does without where they are not.
 UNUSED = ("anthropic", "openai", "debugpy", "pip", "pyarrow", "setuptools")
 FORMAT = "1"
 HOME = "/var/tmp/frameworks"
