@@ -362,6 +362,7 @@ def test_the_agent_dies_and_the_command_goes_on(home: Home, sbx: dsec.Sandbox, s
     home.dsec("up")
     caller.join(60)
     assert [(r.stdout, r.exit_code) for r in result] == [("begun\nended\n", 0)]
+    assert result[0].duration_s >= 2, "its time is its own, not that since the agent is there again"
     assert out(sh, "echo $X") == "kept\n"
 
 

@@ -50,6 +50,13 @@ def test_a_program_has_a_terminal_of_the_size_asked_for(sbx: dsec.Sandbox) -> No
     process.resize(1, 1)  # nothing happens after its end
 
 
+def test_a_program_knows_what_it_draws_for(sbx: dsec.Sandbox) -> None:
+    ask = "echo $TERM; tput cols 2>&1; exit"
+    assert sbx.spawn(ask, tty=(30, 100)).wait().stdout.split() == ["xterm-256color", "100"]
+    assert sbx.spawn(ask, tty=True, env={"TERM": "vt220"}).wait().stdout.split() == ["vt220", "80"]
+    assert sbx.run("echo [$TERM]").stdout == "[]\n", "without a terminal there is nothing to draw for"
+
+
 def test_a_shell_is_talked_to_and_told_of_another_size(sbx: dsec.Sandbox) -> None:
     with sbx.spawn(["bash", "--norc", "-i"], tty=(24, 80), env={"PS1": "ready> ", "TERM": "vt220"}) as shell:
         screen = Shown(shell)

@@ -15,8 +15,9 @@ from typing import Final, NoReturn, Self
 # Signals that end us: the terminal is given back first. In raw mode none of them comes from its keys.
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # What a program may have left behind that was not asked to clean up: the other screen, a hidden cursor, colours, keys
-# of an application, bracketed paste, mouse reports.
-_CLEAN: Final = b"\x1b[?1049l\x1b[?25h\x1b[0m\x1b[?1l\x1b>\x1b[?2004l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l"
+# of an application, bracketed paste, mouse reports. The other screen's end puts the cursor where it was saved last, so
+# it is saved before: without that some terminals put it at the top of the only screen.
+_CLEAN: Final = b"\x1b7\x1b[?1049l\x1b[?25h\x1b[0m\x1b[?1l\x1b>\x1b[?2004l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l"
 
 
 def size(fd: int) -> tuple[int, int]:

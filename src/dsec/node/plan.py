@@ -165,12 +165,17 @@ def run_plan(process_id: str, spec: RunSpec, base: Defaults, how: How = RUN) -> 
         spool_bytes=0 if how.kind == "run" else how.spool_bytes,
         process_id=process_id,
         argv=tuple(spec.arguments()),
-        env={**base.env, **spec.env} if spec.env else base.env,
+        env=_terminal_env(how) | base.env | spec.env,
         cwd=spec.cwd or base.cwd,
         user=spec.user or base.user,
         stdin=spec.stdin or b"",
         timeout_s=spec.timeout_s,
     )
+
+
+def _terminal_env(how: How) -> dict[str, str]:
+    """What a program with a terminal draws for, unless it is told: what every terminal program of today can show."""
+    return {} if how.tty is None else {"TERM": "xterm-256color"}
 
 
 # What the runtime needs of the disk for one output beside what it keeps: a step of what is moved there.

@@ -74,6 +74,8 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     ends_boot: float | None = None  # when (boot clock) its time is over
     timeout_s: float | None = None
     first: bool = False  # it says when its shell may be told to give up
+    began_at: float = 0.0  # wall clock
+    began_boot: float = 0.0
 
 
 _decode_given = msgspec.msgpack.Decoder(Given).decode
@@ -280,6 +282,8 @@ class Sessions:
             ends_boot=None if spec.timeout_s is None else self._core.clock.boot() + spec.timeout_s,
             timeout_s=spec.timeout_s,
             first=not shell.minds,
+            began_at=self._core.clock.wall(),
+            began_boot=self._core.clock.boot(),
         )
         if stdin is not None:
             await self._put_stdin(box, command, stdin, spec.stdin or b"")
@@ -325,7 +329,6 @@ class Sessions:
 
     async def _finish(self, box: Box, key: str, shell: Shell, command: Command, given: Given) -> Answer:
         guest, loop = box.running_guest(), asyncio.get_running_loop()
-        began = self._core.clock.wall()
         timer: asyncio.TimerHandle | None = None
         if given.ends_boot is not None:
             left = max(0.0, given.ends_boot - self._core.clock.boot())
@@ -337,7 +340,6 @@ class Sessions:
         border = Border(given.number, minds.set)
         reading = asyncio.ensure_future(self._read(guest, command, captures, border))
         ending = asyncio.ensure_future(self._cut(guest, command, given.fence, minds))
-        start = loop.time()
         try:
             died = await reading
             if died is None and command.cut.done():
@@ -359,7 +361,7 @@ class Sessions:
             if given.stdin is not None:
                 with suppress(DsecError):
                     await self._files.do(box.id, remove(given.stdin.encode()))
-        duration_s = loop.time() - start
+        duration_s = self._core.clock.boot() - given.began_boot
         status: ProgramStatus | None = None
         if died is None:
             shell.minds = True
@@ -372,7 +374,7 @@ class Sessions:
                 status = await guest.status(command.session)
         cause = command.cut.result() if command.cut.done() else None
         outcome = _outcome(border, died, cut=cause, status=status, given=given, captures=captures)
-        outcome = msgspec.structs.replace(outcome, started_at=began, duration_s=duration_s)
+        outcome = msgspec.structs.replace(outcome, started_at=given.began_at, duration_s=duration_s)
         result = msgspec.structs.replace(result_of(command, outcome), session_ended=died is not None)
         return await self._core.runs.record(box, key, command, encode(result))
 
