@@ -7,11 +7,21 @@ on what, and what to do.
 from __future__ import annotations
 
 from errno import ENOENT
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 Retry = Literal["never", "elsewhere", "later"]
 
 _REGISTRY: dict[str, type[DsecError]] = {}
+
+
+def no_attribute(self: object, name: str) -> NoReturn:
+    """The `__getattr__` of what callers hold: AttributeError, which says how ours is called."""
+    text = f"{type(self).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_"):
+        from dsec.model.words import way
+
+        text += way(name, dir(type(self)))
+    raise AttributeError(text, name=name, obj=self)
 
 
 class DsecError(Exception):

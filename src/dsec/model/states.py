@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dsec.model.errors import no_attribute
 from dsec.model.specs import Spec
 
 State = Literal["creating", "running", "paused", "stopping", "stopped", "lost"]
@@ -166,6 +167,10 @@ class RunResult(RunOutcome, frozen=True, kw_only=True, omit_defaults=True):
     def truncated(self) -> bool:
         """Whether any output was not kept."""
         return self.dropped_bytes > 0
+
+
+# Not within the class: a type checker would take every attribute for one that is there.
+RunResult.__getattr__ = no_attribute  # type: ignore[attr-defined]  # of a class: asked for what it does not have
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -145,16 +145,45 @@ _READ: Final = (
     "located",
     "wait().stdout is all of it, iterating gives it as it comes, process.output() what is there now",
 )
+_CODE: Final = ("limits_hit", "exit_code is 0 and ok true for success; cause and limits_hit say why not")
+_TEXT: Final = ("stdout_bytes", "stdout and stderr are text, stdout_bytes and stderr_bytes exact")
+_KEPT: Final = ("spawn", "output is its program's: run(...).stdout, process.output()")
+_LISTED: Final = ("read_text", "list(path), of one directory")
+_CONTENT: Final = ("read_text", "read(path) is bytes, read_text(path) text; write(path, data) takes both")
 # Methods that callers try, and ours for the same where a class has it.
 _METHODS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     **dict.fromkeys(("exec", "exec_run", "execute", "commands", "run_command", "run_code", "call", "Popen"), (_RUN,)),
     **dict.fromkeys(("kill", "terminate", "close", "delete", "remove", "destroy", "shutdown"), (_STOP, _KILL)),
     **dict.fromkeys(("send_signal", "stop"), (_KILL,)),
-    **dict.fromkeys(("poll", "returncode", "exit_code", "communicate", "result", "wait_for_exit"), (_END,)),
-    **dict.fromkeys(("upload", "download", "put_archive", "get_archive", "copy_from", "copy_to", "cp"), (_COPY,)),
-    **dict.fromkeys(("filesystem", "fs", "open", "read_file", "write_file", "ls"), (_FILES,)),
+    **dict.fromkeys(("poll", "communicate", "result", "wait_for_exit"), (_END,)),
+    **dict.fromkeys(("returncode", "exit_code"), (_END, _CODE)),
+    **dict.fromkeys(("success", "error", "timed_out", "check_returncode", "failed"), (_CODE,)),
+    **dict.fromkeys(("output", "text", "logs"), (_TEXT, _KEPT)),
+    **dict.fromkeys(("upload", "download", "put_archive", "get_archive", "copy_from", "copy_to"), (_COPY,)),
+    **dict.fromkeys(("filesystem", "fs", "read_file", "write_file"), (_FILES,)),
+    **dict.fromkeys(("ls", "glob", "listdir", "scandir", "walk"), (_LISTED, _FILES)),
+    **dict.fromkeys(("open", "read_bytes", "write_bytes", "write_text", "readfile"), (_CONTENT, _FILES)),
+    **dict.fromkeys(("make_dir", "makedirs", "create_folder"), (("mkdir", "mkdir(path, parents=True)"),)),
+    **dict.fromkeys(("is_dir", "is_file", "info", "get_info"), (("stat", "stat(path).type, .size, .mode"),)),
+    **dict.fromkeys(("rename", "replace"), (("move", "move(source, target, replace=...)"),)),
+    **dict.fromkeys(("copy", "cp", "chown", "symlink"), (("chmod", "a program does that: sbx.run([...])"), _COPY)),
+    "watch_dir": (("watch", "watch(path)"),),
+    "diff": (("watch", "sbx.diff(path)"),),
     **dict.fromkeys(("read", "readline", "readlines", "getvalue"), (_READ, _FILES)),
-    **dict.fromkeys(("status", "is_running", "reload", "attrs"), (_SHOWN,)),
+    **dict.fromkeys(("status", "is_running", "reload", "attrs", "inspect", "labels"), (_SHOWN,)),
+    **dict.fromkeys(
+        ("set_timeout", "keep_alive", "refresh"), (("extend", "extend(seconds) moves the end of its lifetime"),)
+    ),
+    **dict.fromkeys(("pty", "terminal", "shell"), (("spawn", "spawn(tty=True) gives a program a terminal"),)),
+    **dict.fromkeys(("create_session", "get_or_create_session"), (("session", "session() is a shell that lives on"),)),
+    **dict.fromkeys(("connect", "get_sandbox", "find", "attach"), (("create", "get(ref): an id or a name"),)),
+    "sandboxes": (("create", "list()"),),
+    **dict.fromkeys(("write", "send_stdin", "send_input"), (("stdin", "stdin.write(data)"), _FILES)),
+    **dict.fromkeys(
+        ("close_stdin", "write_eof"), (("stdin", "stdin.close()"), ("close", "close() says that there is no more"))
+    ),
+    **dict.fromkeys(("flush", "drain", "writelines"), (("locate", "what write(data) answered has arrived"),)),
+    "pid": (("stdin", "id names it; the pid inside is in sbx.processes()"),),
     "create": (("id", "Client().create(...) makes one"), ("create_many", "create(...) makes one")),
     "containers": (("create", "create(...), get(ref), list()"),),
 }

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
-from dsec.model.errors import InvalidSpec
+from dsec.model.errors import InvalidSpec, no_attribute
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def explained(cls: type[T]) -> type[T]:
     for name, function in list(vars(cls).items()):
         if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, _explained(function, cls.__name__ if name == "__init__" else name))
-    cls.__getattr__ = _no_attribute  # type: ignore[attr-defined]  # of any class: asked for what it does not have
+    cls.__getattr__ = no_attribute  # type: ignore[attr-defined]  # of any class: asked for what it does not have
     return cls
 
 
@@ -47,15 +47,6 @@ def called(on_output: Callable[[int, bytes], Any], stream: int, data: bytes) -> 
 def _of_the_call(error: TypeError) -> bool:
     """Whether it is of the call itself: one from within the function has been in its frame, and is somebody else's."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-def _no_attribute(self: object, name: str) -> NoReturn:
-    text = f"{type(self).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_"):
-        from dsec.model.words import way
-
-        text += way(name, dir(type(self)))
-    raise AttributeError(text, name=name, obj=self)
 
 
 def _explained(function: FunctionType, name: str) -> Callable[..., Any]:

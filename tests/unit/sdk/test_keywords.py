@@ -27,6 +27,9 @@ def sbx() -> dsec.Sandbox:
     return dsec.Sandbox(dsec.Client("unix:///nowhere"), "sbx-n1-aaaaaaaaaaaaa")
 
 
+RESULT = dsec.RunResult(process_id="p-1", exit_code=0, cause="exited")
+
+
 def many(n: int, **fields: Any) -> Callable[[dsec.Sandbox], Any]:
     return lambda sbx: sbx._client.create_many(n, **fields)
 
@@ -47,6 +50,20 @@ def many(n: int, **fields: Any) -> Callable[[dsec.Sandbox], Any]:
         (lambda s: s.process("p-1").stdout.read(), "wait().stdout is all of it"),
         (lambda s: s.process("p-1").stderr.readline(), "process.output() what is there now"),
         (lambda s: s.read("/f"), "files.read(path)"),
+        (lambda s: s.files.ls("/"), "list(path)"),
+        (lambda s: s.files.make_dir("/d"), "mkdir(path, parents=True)"),
+        (lambda s: s.files.read_bytes("/f"), "read(path) is bytes"),
+        (lambda s: s.files.rename("/a", "/b"), "move(source, target"),
+        (lambda s: s.files.is_dir("/a"), "stat(path).type"),
+        (lambda s: s.set_timeout(60), "extend(seconds)"),
+        (lambda s: s.create_session("a"), "session() is a shell that lives on"),
+        (lambda s: s.logs(), "process.output()"),
+        (lambda s: s._client.connect("a"), "get(ref)"),
+        (lambda s: s.process("p-1").stdin.flush(), "has arrived"),
+        (lambda s: s.process("p-1").send_stdin("x"), "stdin.write(data)"),
+        (lambda s: RESULT.returncode, "exit_code is 0 and ok true for success"),
+        (lambda s: RESULT.output, "stdout and stderr are text"),
+        (lambda s: RESULT.timed_out, "cause and limits_hit"),
         (lambda s: s.nonsense, "'Sandbox' object has no attribute 'nonsense'"),
         (lambda s: s._private, "'Sandbox' object has no attribute '_private'"),
     ],
