@@ -205,6 +205,9 @@ class Core:
         undo = None if terms.changes is None else terms.changes.remember()
         try:
             answer, statements = await work()
+        except Unknown:
+            # Its row stays: who asks again under the key is told the same, and it is not done twice.
+            raise
         except DsecError:
             if begin:
                 await self.store.commit(self.steps.drop(scope, key), durable=False)

@@ -7,14 +7,14 @@ stream are methods of their own.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from dsec.backends.base import DataSink, Files, Piece
-from dsec.model.errors import FileNotFound, InvalidSpec, SandboxLost, Unavailable
+from dsec.model.errors import FileNotFound, InvalidSpec, Unknown
 from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, Listing, TreeReport, Written
 from dsec.model.limits import DIFF_MAX, LIST_PAGE_MAX, PATH_MAX_BYTES
 from dsec.model.specs import check_user
@@ -22,6 +22,7 @@ from dsec.node.box import Box
 from dsec.node.core import Core, check_key, encode
 from dsec.node.steps import content_hash
 from dsec.node.store import Statement
+from dsec.wire.files import HelperGone
 
 MODE_MAX: Final = 0o7777
 # By its number: a sandbox may have another of that name, or none.
@@ -164,15 +165,19 @@ class FileCalls:
         """Under a key at most once; without one as often as it is asked for, for what can be repeated."""
 
         async def attempt() -> T:
-            async with self._helper(ref, user) as helper:
-                return await call.work(helper)
+            try:
+                async with self._helper(ref, user) as helper:
+                    return await call.work(helper)
+            except HelperGone as error:
+                if call.changes and error.detail.get("asked") is not False:
+                    text = f"{call.kind} was begun; whether it took effect is not known: {error.message}"
+                    raise Unknown(text, sandbox_id=error.sandbox_id) from error
+                raise
 
         async def done() -> T:
-            try:
+            # Another helper may be asked: the first had heard nothing of it, or reading twice is as good as once.
+            with suppress(HelperGone):
                 return await attempt()
-            except Unavailable as error:
-                if not _again(error, call):
-                    raise
             return await attempt()
 
         async def kept() -> tuple[bytes, list[Statement]]:
@@ -246,8 +251,8 @@ class FileCalls:
                 if not ready:
                     raise
                 break
-            except Unavailable as error:
-                if not helpers_left or not _gone(error):
+            except HelperGone:
+                if not helpers_left:
                     raise
         return "gone"
 
@@ -291,20 +296,10 @@ class _Begun:
         """Its answer, by the second helper if the first is gone."""
         try:
             return await attempt()
-        except Unavailable as error:
-            if self._yes or not _gone(error):
+        except HelperGone:
+            if self._yes:
                 raise
         return await attempt()
-
-
-def _again(error: Unavailable, call: Call[T]) -> bool:
-    """Whether another helper may be asked: the first had heard nothing of it, or reading twice is as good as once."""
-    return error.detail.get("asked") is False or (not call.changes and _gone(error))
-
-
-def _gone(error: Unavailable) -> bool:
-    """Whether it is the helper that is lost, and not its sandbox."""
-    return error.code == "helper_gone" and not isinstance(error, SandboxLost)
 
 
 def check_path(path: bytes, field: str = "path") -> bytes:

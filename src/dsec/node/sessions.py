@@ -217,11 +217,11 @@ class Sessions:
             return self._core.steps.answer(found)
         box = await self._ready(ref)
         box.running_guest()
+        if found is not None:
+            raise Unknown(f"the command under key {key!r} was begun; whether it ran is not known", sandbox_id=box.id)
         session = await self.get(ref, session_id)
         if session.state == "ended":
             raise self._over(box.id, session)
-        if found is not None:
-            raise Unknown(f"the command under key {key!r} was begun; whether it ran is not known", sandbox_id=box.id)
         shell = box.shells.setdefault(session_id, Shell())
         if shell.waiting >= limits.COMMANDS_WAITING_MAX:
             raise Exhausted(
@@ -312,7 +312,8 @@ class Sessions:
             guest = box.running_guest()
             command.number, command.base = given.number, given.offsets
             taken: int | None = None
-            with suppress(NotFound):
+            # How its shell ended may not be known either: then nor is that of the command, see `_finish`.
+            with suppress(NotFound, Unknown):
                 status = await guest.status(command.session)
                 taken = None if status.input is None else status.input.size
             if taken == given.input_at:

@@ -476,9 +476,9 @@ class FileClient:
 
 
 class HelperGone(Unavailable):
-    """A helper ended while it was asked. Whether what it was asked for took effect is known only for what reads."""
-
-    code = "helper_gone"
+    """A helper ended while it was asked. Whether what it was asked for took effect is known only for what reads, and if
+    `detail["asked"]` is False.
+    """
 
 
 class _Refused(Exception):
