@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import dsec
+from dsec.backends.container.keeper import living_keeper
 from tests.kit.home import Home
 from tests.kit.rtclient import Client
 
@@ -364,6 +365,36 @@ def test_the_agent_dies_and_the_command_goes_on(home: Home, sbx: dsec.Sandbox, s
     assert [(r.stdout, r.exit_code) for r in result] == [("begun\nended\n", 0)]
     assert result[0].duration_s >= 2, "its time is its own, not that since the agent is there again"
     assert out(sh, "echo $X") == "kept\n"
+
+
+def test_a_command_that_was_begun_when_all_died_is_not_known(home: Home, sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    """Whoever is told to begin it in another session would run it twice."""
+    got: list[dsec.DsecError] = []
+
+    def ask() -> None:
+        with pytest.raises(dsec.DsecError) as told:
+            sh.run("echo begun >>/ran; sleep 1000", key="once")
+        got.append(told.value)
+
+    caller = threading.Thread(target=ask)
+    caller.start()
+    while not sbx.files.exists("/ran"):
+        time.sleep(0.02)
+    agent = home.agent()
+    keeper = living_keeper(home.place.run_dir)
+    assert keeper is not None
+    kill_runtime(home)
+    os.kill(keeper.pid, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    home.dsec("up")
+    caller.join(60)
+    with pytest.raises(dsec.Unknown):
+        sh.run("echo begun >>/ran; sleep 1000", key="once")
+    assert [type(error) for error in got] == [dsec.Unknown]
+    assert sbx.files.read_text("/ran") == "begun\n"
+    assert "command.ended" in [event.kind for event in sbx.events()]
+    sh.close()
+    assert not [process for process in sbx.processes() if "1000" in process.argv]
 
 
 def test_what_cannot_be_a_session_is_refused(sbx: dsec.Sandbox) -> None:

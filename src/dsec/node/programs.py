@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.backends.base import Guest, Sink
 from dsec.model import limits
-from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound, SandboxLost
+from dsec.model.errors import Conflict, Exhausted, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown
 from dsec.model.processes import How, InputState, OutputPiece, Process, Program, SpawnSpec, Terminal
 from dsec.model.states import SandboxInfo
 from dsec.node.box import Box, lost
@@ -169,7 +169,7 @@ class Programs:
         """Kill a program, or what it has left behind."""
         try:
             await box.running_guest().kill(process_id)
-        except NotFound:
+        except (NotFound, Unknown):  # what a dead keeper knew of is dead itself
             log.debug("nothing is known of process %s any more", process_id)
         except SandboxLost as error:
             raise box.end_told(error) from error
