@@ -94,6 +94,19 @@ def test_a_command_whose_input_is_gone_has_not_failed(sbx: dsec.Sandbox, sh: dse
     assert (result.stdout, result.stderr) == ("1\n", "")
 
 
+def test_a_command_that_finds_no_descriptor_has_not_failed(sbx: dsec.Sandbox, sh: dsec.Session) -> None:
+    if sh.run("echo ${BASH_VERSION+bash}").stdout != "bash\n":
+        sh.run("ulimit -n 20", check=True)
+        assert sh.run("touch /ran").ok, "it needs none that high"
+        return
+    sh.run("ulimit -Sn 40", check=True)
+    for _ in range(2):
+        with pytest.raises(dsec.ProgramNotStarted) as caught:
+            sh.run("touch /ran; echo ran")
+        assert caught.value.detail["field"] == "descriptors"
+    assert not sbx.files.exists("/ran")
+
+
 def test_large_outputs_are_of_the_command_that_wrote_them(sh: dsec.Session) -> None:
     size = 10 << 20
     result = sh.run(f"head -c {size} /dev/zero >&2; head -c {size} /dev/zero; echo end")

@@ -42,7 +42,7 @@ from dsec.node.files import FileCalls, remove, write
 from dsec.node.plan import shown_command
 from dsec.node.programs import Programs, launched
 from dsec.node.runs import Flight, decode_result, new_process_id, result_of
-from dsec.node.shelltext import GIVE_UP, Border, border_behind, script
+from dsec.node.shelltext import GIVE_UP, Border, Lack, border_behind, script
 from dsec.node.steps import BEGUN, Answer, Step, content_hash
 
 log = logging.getLogger("dsec.node.sessions")
@@ -369,8 +369,8 @@ class Sessions:
             shell.last = 128 + SIGKILL if command.cut.done() else border.answer or 0
             out, err = (base + c.total for base, c in zip(given.offsets, captures, strict=False))
             shell.ends = (out, err, border.end)
-            if border.not_begun:
-                return await self._core.runs.record(box, key, command, _no_input(box, given))
+            if border.not_begun is not None:
+                return await self._core.runs.record(box, key, command, _not_begun(box, given, border.not_begun))
             with suppress(DsecError):
                 status = await guest.status(command.session)
         cause = command.cut.result() if command.cut.done() else None
@@ -492,14 +492,14 @@ async def _insist(kill: Callable[[], Awaitable[None]]) -> None:
             return
 
 
-def _no_input(box: Box, given: Given) -> ProgramNotStarted:
-    path = given.stdin or "/dev/null"
-    return ProgramNotStarted(
-        f"the session's shell cannot open {path}, which the command was to read: nothing ran. Programs of the sandbox "
-        "can remove it; `run` needs it not",
-        detail={"field": "stdin"},
-        sandbox_id=box.id,
-    )
+def _not_begun(box: Box, given: Given, lacks: Lack) -> ProgramNotStarted:
+    if lacks == "stdin":
+        text = f"cannot open {given.stdin or '/dev/null'}, which the command was to read: nothing ran. Programs of the "
+        text += "sandbox can remove it; `run` needs it not"
+    else:
+        text = "may not have the descriptors that it needs to be given a command: nothing ran. `ulimit -n` of at least "
+        text += "64 in a session, or in a subshell"
+    return ProgramNotStarted(f"the session's shell {text}", detail={"field": lacks}, sandbox_id=box.id)
 
 
 async def _up_to(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from dsec.model.processes import quoted
 
 # The signal at which a shell gives up the text it is at. SIGSTKFLT: no kernel sends it, and nobody uses it.
 GIVE_UP: Final = 16
 _CONTROL_LINE_MAX: Final = 4096
-_STATUS: Final = re.compile(rb"(\d{1,12}) (\d{1,3}|[-+])\Z")
+# What a command needs of its shell: what it reads could not be opened; there is no descriptor left to read the text by.
+Lack = Literal["stdin", "descriptors"]
+_LACKS: Final[dict[bytes, Lack]] = {b"-": "stdin", b"!": "descriptors"}
+_STATUS: Final = re.compile(rb"(\d{1,12}) (\d{1,3}|[-+!])\Z")
 
 # What the shell does when a command is cut: it leaves the text, whatever is left of it, and lives on. bash returns from
 # what it has been told to read, at once and wherever it is: within a substitution, behind a subshell. From within a
@@ -39,7 +42,8 @@ def script(text: bytes, number: int, last: int, stdin: str | None, *, first: boo
     trap. The answer has a line of its own, whatever else was written there.
 
     What a command reads lies where programs can remove it, /dev/null too. `eval` would answer 1 without having read a
-    word of the command: so it is tried before, and said. The first command says when the signal may come: before, it
+    word of the command: so it is tried before, and said. So is the descriptor that bash reads by, which a limit of the
+    shell's own may not leave it. The first command says when the signal may come: before, it
     would end the shell.
     """
     source = quoted((stdin or "/dev/null").encode())
@@ -47,15 +51,16 @@ def script(text: bytes, number: int, last: int, stdin: str | None, *, first: boo
     trap += b"\\command printf '\\n%%d +\\n' %d >&3\n" % number if first else b""
     tried = b"\\command : <%s || \\command printf '\\n%%d -\\n' %d >&3\n" % (source, number)
     before = b"(\\command exit %d) && :" % last if last else b""
+    held = b"\\command : 61<&0 || \\command printf '\\n%%d !\\n' %d >&3" % number
     begun = b'\\command eval "\\command unset -v _dsec\n%s\n$_dsec"' % before
     given = b"""_dsec=%s
 case ${BASH_VERSION-5.0.} in
 [1-4].* | 5.0.*) for _ in _; do %s <%s 3>&-; done;;
-*) \\command . %s <%s 3>&- 61<<'%d'
+*) %s; \\command . %s <%s 3>&- 61<<'%d'
 %s 61<&-
 %d
 ;; esac
-""" % (quoted(text + b"\n"), begun, source, _TOLD, source, number, begun, number)
+""" % (quoted(text + b"\n"), begun, source, held, _TOLD, source, number, begun, number)
     return trap + tried + given + answer_line(number)
 
 
@@ -80,12 +85,12 @@ class Border:
         self._line = b""
         self.answer: int | None = None
         self.end = 0
-        self._no_input = False
+        self._lacks: Lack | None = None
 
     @property
-    def not_begun(self) -> bool:
-        """Whether the shell could not open what the command was to read: then it gives it nothing to do."""
-        return self._no_input and bool(self.answer)
+    def not_begun(self) -> Lack | None:
+        """What the shell could not have, if it did not begin the command for it."""
+        return self._lacks if self.answer else None
 
     def feed(self, offset: int, data: bytes) -> bool:
         """Whether the command has ended."""
@@ -99,8 +104,8 @@ class Border:
                 continue
             if found[2] == b"+":
                 self._on_begun()
-            elif found[2] == b"-":
-                self._no_input = True
+            elif found[2] in _LACKS:
+                self._lacks = _LACKS[found[2]]
             else:
                 self.answer, self.end = int(found[2]) & 0xFF, offset + at + 1
                 return True
