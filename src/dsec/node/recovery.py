@@ -124,7 +124,9 @@ class Recovery:
             runtime = await core.backend(handle.backend).attach(handle)
         except SandboxLost as error:
             known = error.detail.get("reason")
-            await self._gone(row, cast(EndReason, known) if known in get_args(EndReason) else "lost")
+            # A stop of ours has its mark in the row: this one was another's, who had no row of it.
+            foreign = known == "stopped" or known not in get_args(EndReason)
+            await self._gone(row, "lost" if foreign else cast(EndReason, known))
             return
         box = Box(row.info, row.base)
         box.adopt(runtime)
