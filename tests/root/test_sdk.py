@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 import dsec
 from dsec.backends.container.keeper import living_keeper
+from dsec.wire.runtime import RuntimeClient
 from tests.kit.examples import examples
 from tests.kit.home import BASE, COMMAND, Home
 from tests.kit.lanes import fewer
@@ -168,6 +170,67 @@ def test_another_node_is_refused_the_cgroup(home: Home, tmp_path: Path) -> None:
         log = (tmp_path / "state" / "agent.log").read_text()
         assert f"is that of the node of {home.place.run_dir}" in log
         assert sbx.run("true").ok
+
+
+@pytest.mark.same_everywhere
+@pytest.mark.parametrize("keeper_dies", [False, True])
+def test_an_agent_with_another_state_is_refused_and_ends_nothing(home: Home, tmp_path: Path, keeper_dies: bool) -> None:
+    """As `sudo dsec up` is, which lacks the variables of the shell it was typed in."""
+    sbx = home.client().create(base=BASE, memory_mib=64, name="lives")
+    sbx.run("echo kept >/f", check=True)
+    home.dsec("down")
+    if keeper_dies:
+        keeper = living_keeper(home.place.run_dir)
+        assert keeper is not None
+        os.kill(keeper.pid, signal.SIGKILL)
+        while living_keeper(home.place.run_dir) is not None:
+            time.sleep(0.02)
+    other = Home(msgspec.structs.replace(home.place, state_dir=tmp_path / "state"))
+    said = other.dsec_says("up", code=1)
+    assert f"with its state in {home.place.state_dir}" in said and str(other.place.state_dir) in said
+    assert f"DSEC_RUN_DIR={home.place.run_dir} DSEC_STATE_DIR={home.place.state_dir} dsec up" in said
+    assert ("dsec down --stop-all" in said) is not keeper_dies
+    assert not (other.place.state_dir / "node.lock").exists()
+    home.dsec("up")
+    assert home.client().get("lives").run("cat /f").stdout == "kept\n"
+    home.dsec("stop", "lives")
+
+
+@pytest.mark.same_everywhere
+def test_a_run_directory_is_free_for_another_state_when_nothing_lives_there(home: Home, tmp_path: Path) -> None:
+    home.dsec("down", "--stop-all")
+    other = Home(msgspec.structs.replace(home.place, state_dir=tmp_path / "state"))
+    assert f"DSEC_STATE_DIR={other.place.state_dir}" in other.dsec("up").decode()
+    assert home.dsec_says("up", "--state-dir", str(home.place.state_dir), code=1)
+    doctor = {line["name"]: line for line in json.loads(home.dsec("doctor", "--json", code=None))["machine"]}
+    assert doctor["state"]["level"] == "warning" and str(other.place.state_dir) in doctor["state"]["found"]
+    assert f"DSEC_STATE_DIR={other.place.state_dir}" in home.dsec_says("down", code=0)
+    doctor = {line["name"]: line for line in json.loads(other.dsec("doctor", "--json", code=None))["machine"]}
+    assert doctor["state"]["level"] == "ok"
+    home.dsec_says("up", code=1)  # its runtime lives, without an agent
+    assert b"the runtime has stopped" in home.dsec("down", "--stop-all")
+    home.dsec("up")
+    assert home.client().list() is not None
+
+
+@pytest.mark.same_everywhere
+def test_one_that_another_ended_is_lost(home: Home) -> None:
+    """The runtime has a stop on record, and the agent no call that asked for one."""
+    sbx = home.client().create(base=BASE, memory_mib=64)
+    home.dsec("down")
+
+    async def stop() -> None:
+        runtime = RuntimeClient(home.place.socket)
+        await runtime.connect()
+        await runtime.stop(sbx.id)
+        await runtime.close()
+
+    asyncio.run(stop())
+    home.dsec("up")
+    with pytest.raises(dsec.SandboxLost) as caught:
+        sbx.run("true")
+    assert caught.value.end_reason == "lost"
+    assert home.client().get(sbx.id).state == "lost"
 
 
 @pytest.mark.same_everywhere

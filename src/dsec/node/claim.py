@@ -1,4 +1,4 @@
-"""What a node holds for itself alone: its state directory and its cgroup. Two nodes over one of them end each other."""
+"""What a node holds for itself alone: run directory, state and cgroup. Two nodes over one of them end each other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,75 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from dsec.linux import cgroups
 from dsec.model.errors import Conflict, InvalidSpec, Unsupported
-from dsec.node.config import NodeConfig
+from dsec.node.config import STATE_DIR, NodeConfig
+from dsec.node.store import write_whole
+
+# In the run directory: the state directory and the cgroup of the node that was here last, a line each.
+PLACES: Final = "node.places"
+
+
+def check_run_dir(config: NodeConfig, mount: Path | None) -> None:
+    """Raises Conflict when what lives in this run directory belongs to another state directory.
+
+    A node ends what lives there and has no row in its state: over another state that is every sandbox. A living
+    keeper's own command line says whose it is; of one that has died, what the agent before us noted. `mount` is where
+    cgroup v2 is.
+    """
+    from dsec.backends.container.keeper import living_keeper, options_of
+
+    noted = _places(config.run_dir)
+    keeper = living_keeper(config.run_dir)
+    if keeper is not None:
+        said = options_of(keeper.pid).get("--state-dir")
+        has, lives = Path(said) if said else noted[0] if noted is not None else STATE_DIR, "the runtime"
+        end = f", or end it: DSEC_RUN_DIR={config.run_dir} dsec down --stop-all"
+    elif noted is not None and mount is not None and _lives(mount / noted[1]):
+        has, lives, end = noted[0], f"what lives in the cgroup {noted[1]}", ""
+    else:
+        return
+    if not _same(has, config.state_dir):
+        raise Conflict(
+            f"{lives} belongs to the node in {config.run_dir} with its state in {has}, and its sandboxes would end "
+            f"under one with {config.state_dir}; start that one (DSEC_RUN_DIR={config.run_dir} DSEC_STATE_DIR={has} "
+            f"dsec up){end}, or give this one a run directory of its own by DSEC_RUN_DIR",
+            detail={"run_dir": str(config.run_dir), "owner": str(has), "state_dir": str(config.state_dir)},
+        )
+
+
+def note_places(config: NodeConfig) -> None:
+    """Write down whose this run directory is, before anything lives in it: a keeper that dies says it no more."""
+    from dsec.backends.container.keeper import living_keeper, options_of
+
+    keeper = living_keeper(config.run_dir)  # one that was here before us keeps its cgroup, whatever ours is called
+    cgroup = options_of(keeper.pid).get("--cgroup", config.cgroup) if keeper is not None else config.cgroup
+    if _places(config.run_dir) != (config.state_dir, cgroup):  # a disk that is full need not be written to
+        write_whole(config.run_dir / PLACES, os.fsencode(f"{config.state_dir}\n{cgroup}\n"))
+
+
+def _places(run_dir: Path) -> tuple[Path, str] | None:
+    try:
+        state_dir, cgroup, rest = os.fsdecode((run_dir / PLACES).read_bytes()).rsplit("\n", 2)
+    except (FileNotFoundError, ValueError):
+        return None
+    return None if rest else (Path(state_dir), cgroup)
+
+
+def _lives(cgroup: Path) -> bool:
+    try:
+        return cgroups.populated(cgroup)
+    except FileNotFoundError:
+        return False
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.realpath(one) == os.path.realpath(other) or one.samefile(other)
+    except OSError:  # one of them is not there
+        return False
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from dsec.linux import cgroups
 from dsec.model.errors import Conflict
 from dsec.node.agent import VERSION, Node
 from dsec.node.capacity import EndlessGauge, MachineGauge, machine_room
-from dsec.node.claim import claim_cgroup, own_state
+from dsec.node.claim import check_run_dir, claim_cgroup, note_places, own_state
 from dsec.node.clock import SystemClock
 from dsec.node.config import NodeConfig
 from dsec.node.http.app import App
@@ -187,6 +187,14 @@ async def _listen(config: NodeConfig, node: Node) -> list[Listener]:
     return listeners
 
 
+@contextlib.contextmanager
+def _ours(config: NodeConfig, mount: Path | None) -> Iterator[None]:
+    """Both directories; a node that is refused the one leaves no name on the other."""
+    check_run_dir(config, mount)
+    with own_state(config):
+        yield
+
+
 def serve(config: NodeConfig) -> None:
     """Run a node in this process until it is told to stop."""
     set_up_logging(config.log_level)
@@ -194,9 +202,11 @@ def serve(config: NodeConfig) -> None:
     for directory in (config.run_dir, config.state_dir):
         directory.mkdir(parents=True, exist_ok=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with lock(config.pid_file), own_state(config):
+    mount = cgroups.detect().v2
+    with lock(config.pid_file), _ours(config, mount):
         if "container" in config.backends:
-            claim_cgroup(config, cgroups.detect().v2)
+            claim_cgroup(config, mount)
+        note_places(config)
         # What is imported by now lives as long as the process: the collector need not look at it again.
         gc.freeze()
         uvloop.run(run(config, words_apart=words_apart))

@@ -81,7 +81,12 @@ def living_keeper(run_dir: Path) -> Keeper | None:
 def options_of(pid: int) -> dict[str, str]:
     """The options a keeper or an agent was started with: where its node's state lies and what its cgroup is called."""
     words = [os.fsdecode(word) for word in proc.command_line(pid)]
-    return {name: value for name, value in pairwise(words) if name.startswith("--")}
+    found: dict[str, str] = {}
+    for word, after in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found[name] = value if equals else after
+    return found
 
 
 async def ensure_runtime(place: Place, binary: Path | None = None) -> Keeper:

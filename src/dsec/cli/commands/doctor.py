@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -86,7 +87,23 @@ def examine(args: argparse.Namespace) -> Report:
         node = _unreachable(args, error)
     except DsecError as error:
         node = Finding("node", "problem", str(error), "check DSEC_URL and DSEC_API_KEY")
-    return Report(machine=(_extra(), *machine), node=node, backends=backends)
+    return Report(machine=(_extra(), *machine, *_state(args)), node=node, backends=backends)
+
+
+def _state(args: argparse.Namespace) -> list[Finding]:
+    """Where the node of this machine has its state, when one lives; its next agent needs to be told the same."""
+    from dsec.cli.commands.service import node_state
+
+    if args.url or os.environ.get("DSEC_URL"):
+        return []
+    run_dir = Path(os.environ.get("DSEC_RUN_DIR") or "/run/dsec")
+    has = node_state(run_dir.absolute())
+    if has is None:
+        return []
+    if has == os.path.realpath(args.state_dir):
+        return [Finding("state", "ok", f"in {has}")]
+    text = f"the node in {run_dir} has its state in {has}, and {args.state_dir.absolute()} is asked about"
+    return [Finding("state", "warning", text, f"export DSEC_STATE_DIR={shlex.quote(has)}")]
 
 
 def _unreachable(args: argparse.Namespace, error: NodeUnreachable) -> Finding:

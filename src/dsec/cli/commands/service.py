@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 RUN_DIR: Final = "/run/dsec"
 STATE_DIR: Final = "/var/lib/dsec"
+CGROUP: Final = "dsec"
 LOG_NAME: Final = "agent.log"
 # A first start may have to recover thousands of sandboxes.
 UP_TIMEOUT_S: Final = 60.0
@@ -99,9 +101,26 @@ def up_command(args: argparse.Namespace) -> int:
         print(
             f"TCP asks for a key (DSEC_API_KEY): {state_dir}/api-key has the one made at the first start with --listen"
         )
-    if run_dir != Path(RUN_DIR):
-        print(f"for other commands: export DSEC_RUN_DIR={run_dir}")
+    if variables := _variables(starting.process.pid, run_dir):
+        print(f"for other commands: export {variables}")
     return 0
+
+
+def _variables(pid: int, run_dir: Path) -> str:
+    """What another shell has to set to mean this node, and to start it again as it is."""
+    from dsec.backends.container.keeper import options_of
+
+    has = options_of(pid)
+    values = {
+        "DSEC_RUN_DIR": str(run_dir) if run_dir != Path(RUN_DIR) else "",
+        "DSEC_STATE_DIR": has.get("--state-dir", ""),
+        "DSEC_CGROUP": has.get("--cgroup") or os.environ.get("DSEC_CGROUP"),
+        "DSEC_NODE": has.get("--node") or os.environ.get("DSEC_NODE"),
+    }
+    usual = {"DSEC_STATE_DIR": STATE_DIR, "DSEC_CGROUP": CGROUP if run_dir == Path(RUN_DIR) else ""}
+    return " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in values.items() if value and value != usual.get(name)
+    )
 
 
 def _living(run_dir: Path) -> int | None:
@@ -130,8 +149,9 @@ def up_hint(words: list[str]) -> str:
 
 def _runs_already(pid: int, run_dir: Path, args: argparse.Namespace, extra: list[str]) -> int:
     """Say so, and that what was asked for is not what runs; 1 when it is not."""
-    print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock")
     has = _options_of(pid, run_dir)
+    state = f"; its state is in {has['--state-dir']}" if "--state-dir" in has else ""
+    print(f"a node agent is running already (pid {pid}); it listens at {run_dir}/api.sock{state}")
     asked = {"--state-dir": args.state_dir and os.path.realpath(args.state_dir), "--cgroup": args.cgroup}
     others = [
         f"{name} {value} (it has {has[name]})"
@@ -148,12 +168,17 @@ def _runs_already(pid: int, run_dir: Path, args: argparse.Namespace, extra: list
     return 1 if extra or others else 0
 
 
-def _options_of(pid: int, run_dir: Path) -> dict[str, str]:
+def node_state(run_dir: Path) -> str | None:
+    """The state directory of the node that lives there, its links resolved; None: none lives, or it does not say."""
+    return _options_of(read_lock(run_dir), run_dir).get("--state-dir")
+
+
+def _options_of(pid: int | None, run_dir: Path) -> dict[str, str]:
     """What an agent was started with, as far as its command line or its keeper's says."""
     from dsec.backends.container.keeper import living_keeper, options_of
 
     keeper = living_keeper(run_dir)
-    has = (options_of(keeper.pid) if keeper is not None else {}) | options_of(pid)
+    has = (options_of(keeper.pid) if keeper is not None else {}) | (options_of(pid) if pid is not None else {})
     if "--state-dir" in has:
         has["--state-dir"] = os.path.realpath(has["--state-dir"])
     return has
@@ -262,12 +287,15 @@ def down_command(args: argparse.Namespace) -> int:
     if pid is None:
         print(f"no node agent runs in {run_dir}")
         return 0
+    state = node_state(run_dir)
     if args.stop_all:
         _stop_all(run_dir)
     _terminate(pid, run_dir, args.timeout_s)
     print(f"the node agent (pid {pid}) has stopped")
     if args.stop_all:
         _stop_runtime(run_dir)
+    elif state is not None and state != os.path.realpath(_state_dir(args)):
+        note(f"dsec: its state is in {state}: DSEC_STATE_DIR={shlex.quote(state)} dsec up finds its sandboxes again")
     return 0
 
 
