@@ -47,7 +47,7 @@ def test_a_run_directory_whose_runtime_lives_is_kept_for_its_state(tmp_path: Pat
     has = tmp_path / "has"
     has.mkdir()
     (tmp_path / "same").symlink_to(has)
-    line = [sys.executable, "-c", "print(flush=True); input()", f"--state-dir={has}"]
+    line = [sys.executable, "-c", "print(flush=True); input()", f"--state-dir={has}", "--cgroup", "kept"]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as keeper:
         assert keeper.stdout is not None and keeper.stdout.readline() == b"\n"
         (tmp_path / "keeper.pid").write_text(f"{keeper.pid}\n{proc.start_time(keeper.pid)}\nabc\n")
@@ -59,6 +59,8 @@ def test_a_run_directory_whose_runtime_lives_is_kept_for_its_state(tmp_path: Pat
         assert caught.value.detail == {
             "run_dir": str(tmp_path), "owner": str(has), "state_dir": str(tmp_path / "other"),
         }  # fmt: skip
+        note_places(NodeConfig(run_dir=tmp_path, state_dir=has, cgroup="asked"))
+        assert (tmp_path / "node.places").read_text() == f"{has}\nkept\n"
     check_run_dir(NodeConfig(run_dir=tmp_path, state_dir=tmp_path / "other"), None)
 
 
