@@ -154,6 +154,84 @@ def test_another_writer_is_noticed(sbx: dsec.Sandbox) -> None:
     program.kill()
 
 
+@pytest.mark.parametrize("word", [b"x", b"four", b"a longer one"])
+def test_a_place_that_another_has_taken_is_refused(sbx: dsec.Sandbox, word: bytes) -> None:
+    program = sbx.spawn(["cat"])
+    attached = program.attach()
+    attached.write(b"mine")
+    assert next(attached) == (1, b"mine")
+    other = sbx.process(program.id)
+    other.stdin.write(word)
+    assert next(attached) == (1, word)
+    with pytest.raises(dsec.Conflict, match="locate"):
+        attached.write(b"lost")  # told with the next at the latest
+        attached.settle()
+    attached.write(b"well")
+    assert next(attached) == (1, b"well")
+    with pytest.raises(dsec.Conflict):
+        other.stdin.write(word)
+    attached.close_input()
+    assert list(attached) == []
+    assert program.output() == b"mine" + word + b"well"
+
+
+def test_what_was_on_its_way_meets_anothers_when_it_comes_again(sbx: dsec.Sandbox) -> None:
+    """The connection is lost with it, and another has written as much where it belongs."""
+    program = sbx.spawn(["cat"])
+    attached = program.attach()
+    attached.ready()
+    attached._drop()
+    attached.write(b"mine")  # for the next connection
+    sbx.process(program.id).stdin.write(b"hers")
+    with pytest.raises(dsec.Conflict):
+        attached.settle()
+    attached.write(b"more")
+    attached.close_input()
+    assert b"".join(data for _, data in attached) == b"hersmore"
+
+
+def test_a_handle_writes_over_all_its_connections_in_turn(sbx: dsec.Sandbox) -> None:
+    program = sbx.spawn(["cat"])
+    program.stdin.write("zero\n")
+    with program.attach() as attached:
+        attached.write("one\n")
+        assert program.stdin.offset == 9
+        program.stdin.write("two\n")
+        attached.write("three\n")
+        with program.attach() as second:
+            second.write("four\n")
+            attached.write("five\n")
+            second.write("six\n")
+    program.stdin.write("seven\n")
+    with program.attach() as third:
+        third.write("eight\n")
+        with pytest.raises(dsec.InvalidState):
+            attached.write("closed")
+        other = sbx.process(program.id)
+        with pytest.raises(dsec.Conflict):
+            program.stdin.write("")
+            other.stdin.write("other's\n")
+            third.write("lost\n")
+    assert program.stdin.locate() == other.stdin.offset
+    program.stdin.close()
+    said = "zero one two three four five six seven eight other's".split()
+    assert program.wait(60).stdout == "".join(f"{word}\n" for word in said)
+
+
+def test_what_is_on_its_way_when_it_is_closed_goes_on_elsewhere(sbx: dsec.Sandbox) -> None:
+    """Whether it was taken is not known: it comes again, once."""
+    program = sbx.spawn(["cat"])
+    sent = random.Random(2).randbytes(2 * MIB)
+    at = 0
+    while at < len(sent):
+        with program.attach() as attached:
+            attached.write(sent[at : at + 100_000])
+        program.stdin.write(sent[at + 100_000 : at + 150_000])
+        at += 150_000
+    program.stdin.close()
+    assert b"".join(program.stdout) == sent
+
+
 def test_what_cannot_be_is_said_and_ends_nothing(sbx: dsec.Sandbox) -> None:
     program = sbx.spawn(["cat"])
     with program.attach() as attached:

@@ -210,6 +210,56 @@ def test_a_handle_goes_to_another_place(sbx: dsec.Sandbox) -> None:
     assert first.wait(60).stdout == "from the first, from the second"
 
 
+@pytest.mark.parametrize("words", [("two\n", "three\n"), ("three\n", "two\n"), ("same\n", "same\n")])
+def test_a_place_that_another_has_taken_is_refused(sbx: dsec.Sandbox, words: tuple[str, str]) -> None:
+    """However long either is, and also when the bytes are the same."""
+    first = sbx.spawn(["cat"])
+    second = sbx.process(first.id)
+    first.stdin.write("one\n")
+    second.stdin.write(words[0])
+    with pytest.raises(dsec.Conflict, match="locate") as caught:
+        first.stdin.write(words[1])
+    assert caught.value.detail["input_size"] == 4 + len(words[0])
+    first.stdin.write("again\n")
+    with pytest.raises(dsec.Conflict):
+        second.stdin.close()
+    assert second.stdin.locate() == 4 + len(words[0]) + 6
+    second.stdin.write("last\n")
+    second.stdin.close()
+    assert first.wait(60).stdout == f"one\n{words[0]}again\nlast\n"
+
+
+def test_what_comes_twice_is_a_repeat_of_who_gave_it_alone(sbx: dsec.Sandbox) -> None:
+    first = sbx.spawn(["cat"])
+    second = sbx.process(first.id)
+    first.stdin.write("one\n")
+    assert first.stdin._send(0, b"one\ntwo\n", eof=False).size == 8
+    assert first.stdin._send(4, b"two\n", eof=False).size == 8
+    for offset, data, eof in ((0, b"one\n", False), (4, b"t", False), (7, b"", True)):
+        with pytest.raises(dsec.Conflict):
+            second.stdin._send(offset, data, eof=eof)
+    assert second.stdin._send(8, b"x\n", eof=False).size == 10
+    assert second.stdin._send(8, b"x\n", eof=False).size == 10
+    for offset in (4, 8):
+        with pytest.raises(dsec.Conflict):
+            first.stdin._send(offset, b"two\n", eof=False)
+    with pytest.raises(dsec.Conflict):
+        second.stdin._send(7, b"\nx\n", eof=False)  # its first byte is another's
+    second.stdin._send(10, b"", eof=True)
+    assert first.wait(60).stdout == "one\ntwo\nx\n"
+
+
+def test_streams_are_named_or_numbered(sbx: dsec.Sandbox) -> None:
+    program = sbx.spawn("echo out; echo err >&2", stdin=False)
+    program.wait()
+    assert program.output(stream="stdout") == b"out\n"
+    assert program.output(stream="stderr") == program.output(stream=2) == b"err\n"
+    for wrong in (0, 3, "2", "err", None, True, b"stderr"):
+        with pytest.raises(dsec.InvalidSpec) as caught:
+            program.output(stream=wrong)  # type: ignore[arg-type]  # as a caller without types may
+        assert caught.value.detail["field"] == "stream"
+
+
 def test_a_time_that_is_over_and_a_signal(sbx: dsec.Sandbox) -> None:
     process = sbx.spawn(["sleep", "1000"])
     with pytest.raises(dsec.DeadlineExceeded):

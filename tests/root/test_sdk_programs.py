@@ -117,6 +117,31 @@ def test_an_agent_that_dies_loses_and_doubles_nothing(sbx: dsec.Sandbox, home: H
     assert sbx.process(process.id).output() == b"before\nafter\n"
 
 
+def test_an_agent_that_dies_knows_whose_the_input_is(sbx: dsec.Sandbox, home: Home) -> None:
+    first = sbx.spawn(["cat"])
+    second = sbx.process(first.id)
+    first.stdin.write("one\n")
+    agent_dies(home)
+    assert first.stdin._send(0, b"one\n", eof=False).size == 4
+    second.stdin.write("two\n")
+    agent_dies(home)
+    assert second.stdin._send(4, b"two\n", eof=False).size == 8
+    for offset, data in ((0, b"one\n"), (4, b"two\n")):
+        with pytest.raises(dsec.Conflict):
+            first.stdin._send(offset, data, eof=False)
+    with pytest.raises(dsec.Conflict) as caught:
+        first.stdin.write("lost\n")
+    assert caught.value.detail["input_size"] == 8
+    with first.attach() as attached:
+        attached.write("three\n")
+        agent_dies(home)
+    first.stdin.write("four\n")
+    with pytest.raises(dsec.Conflict):
+        second.stdin.write("lost\n")
+    first.stdin.close()
+    assert first.wait(60).stdout == "one\ntwo\nthree\nfour\n"
+
+
 def test_the_command_goes_on_through_an_agent_that_dies(sbx: dsec.Sandbox, home: Home) -> None:
     with subprocess.Popen(
         [*COMMAND, "exec", "-i", sbx.id, "cat; exit 3"],

@@ -96,7 +96,10 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a program is started beside what a RunSpec says. Kept with its step: a restarted node goes on by it."""
+    """How a program is started beside what a RunSpec says. Kept with its step: a restarted node goes on by it.
+
+    `writer`: who gave the newest bytes of its input, and from which offset on it is all theirs.
+    """
 
     kind: ProgramKind = "run"
     stdin: bool = False
@@ -104,6 +107,7 @@ class How(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     control: bool = False
     keepalive: bool = True
     spool_bytes: int = limits.SPOOL_BYTES
+    writer: tuple[str, int] = ("", 0)
 
 
 class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -128,8 +128,14 @@ class Programs:
 
     # -- talking ------------------------------------------------------------------------------------------------------
 
-    async def write(self, ref: str, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
-        """More input, at its offset. Waits a while when the program reads nothing."""
+    async def write(
+        self, ref: str, process_id: str, offset: int, data: bytes, *, eof: bool, writer: str = ""
+    ) -> InputState:
+        """More input, at its offset. Waits a while when the program reads nothing.
+
+        What lies below the size is a repeat if `writer` has given all of the input from there on; else it is another's
+        place: Conflict, and nothing is given. An empty piece that is not the end only asks.
+        """
         if offset < 0:
             raise InvalidSpec.field("offset", offset, "0 or more")
         if len(data) > limits.INPUT_PIECE_MAX_BYTES:
@@ -145,25 +151,35 @@ class Programs:
                 raise InvalidSpec.field("eof", True, "no end for a terminal: send ^D (byte 4)")
             if flight is None:
                 return InputState(size=offset, closed=True)
-            try:
-                async with asyncio.timeout(INPUT_WAIT_S):
-                    return await guest.write_stdin(process_id, offset, data, eof=eof)
-            except NotFound:
-                return InputState(size=offset, closed=True)
-            except (TimeoutError, Exhausted):
-                with suppress(NotFound):
-                    state = (await guest.status(process_id)).input
-                    return state or InputState(size=offset, closed=True)
-                return InputState(size=offset, closed=True)
+            if not data and not eof:
+                return await _give(guest, process_id, offset, data, eof=eof)
+            # Until its answer: the size that it tells is this writer's alone.
+            async with flight.writing:
+                await self._claim(box, guest, flight, writer, offset)
+                return await _give(guest, process_id, offset, data, eof=eof)
 
-    async def input_state(self, ref: str, process_id: str) -> InputState:
-        """How much input was taken so far."""
+    async def _claim(self, box: Box, guest: Guest, flight: Flight, writer: str, offset: int) -> None:
+        """Let this writer give from that offset on. Conflict: bytes from there on are another's."""
+        newest, begins = flight.how.writer
+        if writer == newest and offset >= begins:
+            await flight.keep_writer()
+            return
+        state = await _input(guest, flight.process_id)
+        if state is None or state.closed or offset > state.size:
+            return  # it is not taken, and its answer says why
+        if offset < state.size:
+            raise another_wrote(offset, state.size, box.id)
+        await self._core.runs.change_writer(box, flight, (writer, state.size))
+
+    async def input_state(self, ref: str, process_id: str, writer: str = "") -> tuple[InputState, int]:
+        """How much input was taken so far; from which offset on all of it was given by `writer`."""
         async with self._guest(ref) as (box, guest):
-            if process_id in box.programs:
-                with suppress(NotFound):
-                    if (state := (await guest.status(process_id)).input) is not None:
-                        return state
-            return InputState(size=0, closed=True)
+            flight = box.programs.get(process_id)
+            state = None if flight is None else await _input(guest, process_id)
+            if flight is None or state is None:
+                return InputState(size=0, closed=True), 0
+            newest, begins = flight.how.writer
+            return state, min(begins, state.size) if writer == newest else state.size
 
     async def kill_left(self, box: Box, process_id: str) -> None:
         """Kill a program, or what it has left behind."""
@@ -228,6 +244,34 @@ class Programs:
     ) -> None:
         with self._core.going_on(box):  # an open stream
             await guest.attach(process_id, sink=sink, offsets=offsets, lossy=lossy)
+
+
+async def _input(guest: Guest, process_id: str) -> InputState | None:
+    """How much input was taken so far; None: nobody knows of the program any more."""
+    with suppress(NotFound):
+        return (await guest.status(process_id)).input
+    return None
+
+
+async def _give(guest: Guest, process_id: str, offset: int, data: bytes, *, eof: bool) -> InputState:
+    """Hand a piece on; what came of it, also when that takes long."""
+    try:
+        async with asyncio.timeout(INPUT_WAIT_S):
+            return await guest.write_stdin(process_id, offset, data, eof=eof)
+    except NotFound:
+        return InputState(size=offset, closed=True)
+    except (TimeoutError, Exhausted):
+        return await _input(guest, process_id) or InputState(size=offset, closed=True)
+
+
+def another_wrote(offset: int, size: int, sandbox_id: str | None = None) -> Conflict:
+    """The error for a piece whose place another has taken."""
+    return Conflict(
+        f"another writer has written to this input: it is at {size}, this piece belongs at {offset}, and nothing of it "
+        "was given now; ask where the input is (`locate()`), then write again",
+        detail={"input_size": size, "offset": offset},
+        sandbox_id=sandbox_id,
+    )
 
 
 async def launched(found: Flight | Answer) -> Answer | None:

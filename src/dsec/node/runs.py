@@ -74,6 +74,8 @@ class Flight:
         "step",
         "task",
         "waiting",
+        "writer_kept",
+        "writing",
     )
 
     def __init__(
@@ -92,6 +94,8 @@ class Flight:
         self.detached = False
         self.task: asyncio.Task[None] | None = None
         self.reading: asyncio.Task[RunOutcome] | None = None  # the call that feeds a streaming reader
+        self.writing = asyncio.Lock()  # one gives input at a time
+        self.writer_kept: asyncio.Future[None] | None = None  # done once `how.writer` is written down
 
     @property
     def launched(self) -> bool:
@@ -108,6 +112,14 @@ class Flight:
         self.detached = True
         if self.reading is not None:
             self.reading.cancel()
+
+    async def keep_writer(self) -> None:
+        """Until it is written down who gives input."""
+        if self.writer_kept is not None and not self.writer_kept.done():
+            # One who gives up waiting leaves it to be written all the same.
+            await asyncio.shield(self.writer_kept)
+        if self.writer_kept is not None:
+            self.writer_kept.result()
 
     async def answer(self) -> Answer:
         """What comes of it; cancelling this waits no longer and stops nothing."""
@@ -282,6 +294,15 @@ class Runs:
             flight.reading = None
         # The reader left. Cancelling the call stopped nothing; the same process id attaches to it.
         return await guest.run(plan, started=flight.launch)
+
+    async def change_writer(self, box: Box, flight: Flight, writer: tuple[str, int]) -> None:
+        """Another gives input from that offset on: written down before a byte of it is given."""
+        flight.how = msgspec.structs.replace(flight.how, writer=writer)
+        key = next((key for key, other in box.flights.items() if other is flight), None)
+        if key is not None:
+            change = self._steps.note(box.id, key, encode(flight.how))
+            flight.writer_kept = self._store.commit(change, durable=False, alone=True)
+        await flight.keep_writer()
 
     async def record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
         """Write down what came of a flight, before anybody is told."""

@@ -167,6 +167,10 @@ class Steps:
         sql = f"INSERT INTO steps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?)"
         return sql, (scope, key, digest, kind, BEGUN, step, subject, self._clock.wall(), command, extra)
 
+    def note(self, scope: str, key: str, extra: bytes) -> Statement:
+        """The statement that replaces what a row keeps for its kind."""
+        return "UPDATE steps SET extra = ? WHERE scope = ? AND key = ?", (extra, scope, key)
+
     def end(
         self, scope: str, key: str, answer: Answer, subject: str = "", *, spooled: bool = True
     ) -> tuple[Statement, tuple[tuple[Path, bytes], ...]]:

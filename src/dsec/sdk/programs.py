@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from dsec.model import limits
-from dsec.model.errors import InvalidSpec
+from dsec.model.errors import Conflict, InvalidSpec
 from dsec.model.processes import CommandSpec, InputState, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
 from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
@@ -55,6 +55,7 @@ class OutputItem(msgspec.Struct):
     # Of a WebSocket only.
     started: str | None = None
     input: InputState | None = None
+    own: int | None = None
     done: str | None = None
 
     @property
@@ -141,6 +142,20 @@ def size(rows: int, cols: int) -> Terminal:
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidSpec.field(name, value, "a number")
     return Terminal(rows=rows, cols=cols).check()
+
+
+def another_wrote(size: int) -> Conflict:
+    """The error for input whose place another writer has taken."""
+    text = f"another writer has written to this input, which is at {size} now: what was on its way may be lost; ask"
+    return Conflict(f"{text} where it is (`locate()`), then write again", detail={"input_size": size})
+
+
+def stream_number(stream: object) -> int:
+    """1 or 2, of a number or a name. Raises InvalidSpec."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if stream == name or (stream == number and type(stream) is int):
+            return number
+    raise InvalidSpec.field("stream", stream, '1 or "stdout", 2 or "stderr"')
 
 
 def signal_number(number: object) -> int:

@@ -417,7 +417,7 @@ def test_who_leaves_within_the_handshake_is_no_failure_of_the_node():
 
 def given(offset: int, data: bytes) -> attach.Input:
     made = attach.Input()
-    made.begin(InputState(size=10))
+    made.begin(InputState(size=10), 8)
     made.take(offset, memoryview(data))
     return made
 

@@ -16,8 +16,9 @@ from dsec.model.states import RunResult
 from dsec.node.agent import Node
 from dsec.node.http import codec
 from dsec.node.http.exchange import Exchange
-from dsec.node.http.programs import Reader
+from dsec.node.http.programs import Reader, writer_of
 from dsec.node.http.socket import SILENCE_MAX_S, SILENCE_S, SocketExchange
+from dsec.node.programs import another_wrote
 from dsec.node.steps import WireError
 from dsec.wire import attach as wire
 from dsec.wire import websocket
@@ -46,6 +47,7 @@ class Up(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     started: str | None = None
     offsets: tuple[int, int] | None = None
+    own: int | None = None
     input: InputState | None = None
     done: str | None = None
     result: RunResult | None = None
@@ -69,6 +71,7 @@ class Attachment(Reader):
         if not SILENCE_S <= silence_s <= SILENCE_MAX_S:
             raise InvalidSpec.field("silence_s", silence_s, f"{SILENCE_S:g} to {SILENCE_MAX_S:g}")
         self.socket.silence_s = silence_s
+        self._writer = writer_of(ex)
         self._input = Input()
         self._eof_key: str | None = None
         self._terminal = False
@@ -86,13 +89,14 @@ class Attachment(Reader):
         """What there is, then what comes; meanwhile what the client sends; in the end how it ended."""
         program = await self.node.programs.find(self.ref, self.id)  # NotFound, while there is HTTP to say it
         self._terminal = program.tty
-        state = None
+        state: InputState | None = None
+        own: int | None = None
         if program.stdin and program.state != "ended":
-            state = await self.node.programs.input_state(self.ref, self.id)
+            state, own = await self.node.programs.input_state(self.ref, self.id, self._writer)
         if program.stdin:
-            self._input.begin(state or InputState(size=0, closed=True))
+            self._input.begin(state or InputState(size=0, closed=True), own or 0)
         self.exchange.accept(wire.PROTOCOL, self._came)
-        await self._tell(Up(started=self.id, offsets=(self.offsets[0], self.offsets[1]), input=state))
+        await self._tell(Up(started=self.id, offsets=(self.offsets[0], self.offsets[1]), input=state, own=own))
         down = asyncio.ensure_future(self._down())
         try:
             await asyncio.wait((down, self._refused), return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +193,7 @@ class Attachment(Reader):
         while self._controls:
             control = self._controls.popleft()
             try:
-                state = await self._carry_out(control)
+                state, own = await self._carry_out(control)
             except DsecError as error:
                 if control.key is None:
                     raise
@@ -197,10 +201,10 @@ class Attachment(Reader):
                 self._answer(Up(done=control.key, error=WireError.of(error)))
                 continue
             if control.key is not None or state is not None:
-                self._answer(Up(done=control.key, input=state))
+                self._answer(Up(done=control.key, input=state, own=own))
         self._obeying = None
 
-    async def _carry_out(self, control: Control) -> InputState | None:
+    async def _carry_out(self, control: Control) -> tuple[InputState | None, int | None]:
         if control.resize is not None:
             await self.node.programs.resize(self.ref, self.id, control.resize)
         if control.signal is not None:
@@ -209,18 +213,18 @@ class Attachment(Reader):
         if control.eof is not None and self._terminal:
             raise InvalidSpec.field("eof", control.eof, "no end for a terminal: send ^D (byte 4)")
         if not control.locate:
-            return None
+            return None, None
         if self._input.waiting:
             raise InvalidState("input is on its way; ask where it is once that is taken")
-        state = await self.node.programs.input_state(self.ref, self.id)
-        self._input.begin(state)
-        return state
+        state, own = await self.node.programs.input_state(self.ref, self.id, self._writer)
+        self._input.begin(state, own)
+        return state, own
 
     async def _give(self) -> None:
         """Hands on what waits, until nothing does."""
         while self._input.waiting:
             offset, data, eof = self._input.next(_PIECE_BYTES)
-            state = await self.node.programs.write(self.ref, self.id, offset, data, eof=eof)
+            state = await self.node.programs.write(self.ref, self.id, offset, data, eof=eof, writer=self._writer)
             if self._input.taken(state, eof=eof):
                 done = self._eof_key if self._input.ended else None
                 self._answer(Up(input=state, done=done))
@@ -234,18 +238,20 @@ class Input:
 
     def __init__(self) -> None:
         self._open = False
+        self._own = 0  # what was taken from there on was given by this client
         self._at = 0  # where what waits begins
         self._data = bytearray()
         self._eof: int | None = None
         self.ended = False  # its end was handed on, or nobody reads it
         self._closed = False
 
-    def begin(self, state: InputState) -> None:
-        """The program has one, and so much of it was taken."""
-        self._open, self._at, self._closed = True, state.size, state.closed
+    def begin(self, state: InputState, own: int) -> None:
+        """The program has one, and so much of it was taken; from `own` on what this client gave."""
+        self._open, self._own, self._at, self._closed = True, own, state.size, state.closed
 
     def take(self, offset: int, data: memoryview) -> None:
-        """A piece. What was there before is passed over. Raises InvalidSpec for one that cannot be placed."""
+        """A piece. What this client gave before is passed over. Conflict: there are another's bytes. InvalidSpec: it
+        cannot be placed."""
         if not self._open:
             raise InvalidSpec.field("channel", wire.STDIN, "a program that was spawned with an input")
         if self._closed:
@@ -253,6 +259,8 @@ class Input:
         end = self._at + len(self._data)
         if offset > end:
             raise InvalidSpec.field("offset", offset, f"{end}, where the input is, or less")
+        if data and offset < self._own:
+            raise another_wrote(offset, self._at)
         new = data[end - offset :]
         if len(self._data) + len(new) > wire.WINDOW_BYTES:
             allowed = f"at most {wire.WINDOW_BYTES} bytes beyond those told as taken"
@@ -289,7 +297,8 @@ class Input:
             return True
         count = state.size - self._at
         if not 0 <= count <= len(self._data):
-            raise Conflict("another client has written to this input", detail={"input_size": state.size})
+            taken = "another client that is the same writer has written to this input"
+            raise Conflict(taken, detail={"input_size": state.size})
         del self._data[:count]
         self._at = state.size
         self.ended = eof and not self._data

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dsec.model.errors import DsecError, InvalidSpec, NotFound, Unavailable
+from dsec.model.ids import check_key
 from dsec.model.processes import InputState, OutputPiece, Program, SpawnSpec, Terminal
 from dsec.model.states import RunResult
 from dsec.node.agent import Node
@@ -58,8 +59,15 @@ async def wait(node: Node, ex: Exchange, _: None) -> None:
 
 
 async def stdin(node: Node, ex: Exchange, _: None) -> None:
-    offset, eof = number(ex.fields, "offset", 0, int), flag(ex.fields, "eof")
-    await ex.reply(200, await node.programs.write(ex.params[0], ex.params[1], offset, await ex.body(), eof=eof))
+    offset, eof, writer = number(ex.fields, "offset", 0, int), flag(ex.fields, "eof"), writer_of(ex)
+    data = await ex.body()
+    await ex.reply(200, await node.programs.write(ex.params[0], ex.params[1], offset, data, eof=eof, writer=writer))
+
+
+def writer_of(ex: Exchange) -> str:
+    """Who gives input; all who do not say are one."""
+    writer = one(ex.fields, "writer")
+    return "" if writer is None else check_key(writer, "writer")
 
 
 async def resize(node: Node, ex: Exchange, size: Terminal) -> None:
@@ -235,7 +243,7 @@ PROGRAM_ROUTES: tuple[Route, ...] = (
         stdin,
         "Input at its offset",
         answer=InputState,
-        query=(("offset", int), ("eof", Literal["0", "1"])),
+        query=(("offset", int), ("eof", Literal["0", "1"]), ("writer", str)),
         octets_in="application/octet-stream",
     ),
     Route("POST", f"{P}/{{id}}/resize", resize, "Another size for its terminal", body=Terminal, answer=Done),

@@ -250,7 +250,7 @@ ROUTES: tuple[Route, ...] = (
         f"{S}/{{ref}}/processes/{{id}}/attach",
         attach,
         "Output, input and the rest over one WebSocket",
-        query=(*_OFFSETS_QUERY, ("lossy", Literal["0", "1"]), ("silence_s", float)),
+        query=(*_OFFSETS_QUERY, ("lossy", Literal["0", "1"]), ("silence_s", float), ("writer", str)),
         socket=True,
     ),
     *session_routes(_RUN_QUERY),

@@ -14,6 +14,7 @@ from dsec.sdk._async.net import AsyncCondition, AsyncLock
 from dsec.sdk._async.output import AsyncFollow
 from dsec.sdk._async.socket import AsyncSocket
 from dsec.sdk._async.transport import AsyncTransport
+from dsec.sdk._async.writer import AsyncWriter, Left
 from dsec.sdk.http1 import Broken
 from dsec.sdk.programs import OutputItem
 from dsec.wire.attach import WINDOW_BYTES
@@ -37,6 +38,7 @@ class AsyncAttachment(AsyncFollow):
         program: str,
         offsets: tuple[int, int] = (0, 0),
         *,
+        writer: AsyncWriter,
         lossy: bool = False,
         on_broken: Callable[[bool], object] | None = None,
     ) -> None:
@@ -46,16 +48,17 @@ class AsyncAttachment(AsyncFollow):
         self._ready: deque[OutputItem] = deque()
         self._ready_bytes = 0
         self._ended = False  # the last item has come
-        self._writing = AsyncLock()
+        self._writer = writer
         self._sending = AsyncLock()
         # The connection, once the server has said where the input is.
         self._socket: AsyncSocket | None = None
         # Where what was sent and is not known to be taken begins; None: where the server says it is.
         self._base: int | None = None
+        self._own = 0  # of what the server said was taken, this writer gave all from there on
         self._sent = bytearray()
         self._pending = b""
         self._input_closed = False
-        self._taken_over = False  # another client has written
+        self._taken_over = 0  # another has written, up to there
         self._asked: dict[str, dict[str, Any]] = {}
         self._refused: dict[str, DsecError] = {}
 
@@ -107,7 +110,7 @@ class AsyncAttachment(AsyncFollow):
             # The output goes on, over a new connection; the writer hears of it.
             self._drop()
             self._lose_input()
-            self._taken_over = True
+            self._taken_over = int((item.error.detail or {})["input_size"])
         elif item.last or item.stream is not None:
             self._ended = self._ended or item.last
             self._ready.append(item)
@@ -138,7 +141,7 @@ class AsyncAttachment(AsyncFollow):
         super()._drop()
 
     async def _open(self) -> AsyncSocket:
-        return await self._connect()
+        return await self._connect(self._writer.id)
 
     def close(self) -> None:
         """Read and write no longer. The program goes on."""
@@ -151,18 +154,19 @@ class AsyncAttachment(AsyncFollow):
         state = item.input
         if state is None:
             return
+        self._own = self._own if item.own is None else item.own
         if self._base is None:
             self._base, self._input_closed = state.size, state.closed
         elif state.closed:
             self._input_closed = True
             self._sent.clear()
             self._base = state.size
-        elif 0 <= (taken := state.size - self._base) <= len(self._sent):
+        elif 0 <= (taken := state.size - self._base) <= len(self._sent) and not self._base < self._own:
             del self._sent[:taken]
             self._base = state.size
         else:
             self._lose_input()
-            self._base, self._taken_over = state.size, True
+            self._base = self._taken_over = state.size
 
     def _lose_input(self) -> None:
         self._sent.clear()
@@ -176,7 +180,8 @@ class AsyncAttachment(AsyncFollow):
         A write that NodeUnreachable has ended goes on with the next.
         """
         view = memoryview(programs.input_bytes(data))
-        async with self._writing:
+        async with self._writer.lock:
+            await self._come()
             await self._flush()
             for start in range(0, len(view), _PIECE_BYTES):
                 self._pending = bytes(view[start : start + _PIECE_BYTES])
@@ -184,7 +189,8 @@ class AsyncAttachment(AsyncFollow):
 
     async def close_input(self) -> None:
         """The end of the input: returns once the program is given it. For a terminal there is none: write b"\\x04"."""
-        async with self._writing:
+        async with self._writer.lock:
+            await self._come()
             await self._flush()
             await self._until(self._settled)
             self._check_alone()
@@ -195,7 +201,8 @@ class AsyncAttachment(AsyncFollow):
 
     async def locate(self) -> None:
         """Ask where the input is: before writing to a program that others write to as well."""
-        async with self._writing:
+        async with self._writer.lock:
+            await self._come()
             await self._flush()
             await self._until(lambda: self._settled() and not self._sent)
             if not self._input_over():
@@ -203,10 +210,47 @@ class AsyncAttachment(AsyncFollow):
                     self._base = None
                 await self._ask({"locate": True})
 
+    def reached(self) -> int | None:
+        return None if self._base is None else self._base + len(self._sent) + len(self._pending)
+
+    async def settle(self) -> Left:
+        if self._input_over():
+            return self._base, b""
+        if self._over:
+            return self._base, bytes(self._sent) + self._pending
+        await self._flush()
+        await self._until(lambda: self._input_over() or (self._settled() and not self._sent))
+        self._check_alone()
+        return self._base, b""
+
+    async def _come(self) -> None:
+        """Go on where another channel of the same writer was."""
+        if self._over and not self._input_over():
+            raise InvalidState("this attachment was closed")
+        left = await self._writer.left(self)
+        if left is not None:
+            await self._until(self._settled)
+            self._check_alone()
+            if not self._input_over():
+                await self._go_on(*left)
+        self._writer.begin(self)
+
+    async def _go_on(self, offset: int | None, data: bytes) -> None:
+        async with self._sending:
+            self._base = None
+        await self._ask({"locate": True})
+        self._check_alone()
+        if offset is not None and self._base is not None and not self._input_over() and self._base > offset:
+            if self._own > offset:
+                self._writer.begin(self)  # what was left is lost, and this was said
+                raise programs.another_wrote(self._base)
+            data = data[self._base - offset :]
+        self._pending = data
+
     async def _flush(self) -> None:
         self._check_alone()
         while self._pending:
-            await self._until(lambda: self._input_over() or self._taken_over or self._room())
+            await self._until(lambda: self._input_over() or bool(self._taken_over) or self._room())
             self._check_alone()
             if self._input_over():
                 self._pending = b""
@@ -221,11 +265,11 @@ class AsyncAttachment(AsyncFollow):
 
     def _check_alone(self) -> None:
         if self._taken_over:
-            self._taken_over, self._pending = False, b""
-            raise Conflict("another client has written to this input")
+            size, self._taken_over, self._pending = self._taken_over, 0, b""
+            raise programs.another_wrote(size)
 
     def _settled(self) -> bool:
-        return self._input_over() or self._taken_over or self._base is not None
+        return self._input_over() or bool(self._taken_over) or self._base is not None
 
     def _room(self) -> bool:
         return self._base is not None and len(self._sent) + len(self._pending) <= WINDOW_BYTES

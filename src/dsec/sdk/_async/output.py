@@ -125,12 +125,16 @@ class AsyncFollow:
                 self._transport.sockets = False
         return await self._transport.stream("GET", self._path())
 
-    async def _connect(self) -> AsyncSocket:
+    async def _connect(self, writer: str | None = None) -> AsyncSocket:
         # Imported here: what it needs costs a command's start some milliseconds.
         from dsec.sdk._async.socket import SILENCE_S, connect
 
         query = codec.query(
-            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], lossy=self._lossy, silence_s=SILENCE_S
+            stdout_offset=self.offsets[1],
+            stderr_offset=self.offsets[2],
+            lossy=self._lossy,
+            silence_s=SILENCE_S,
+            writer=writer,
         )
         return await connect(self._transport, self._program, query)
 

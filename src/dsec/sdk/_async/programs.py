@@ -23,9 +23,10 @@ from dsec.model.ids import check_key, new_key
 from dsec.model.processes import InputState, Program, SpawnSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec, programs
-from dsec.sdk._async.net import AsyncLock, finish, sleep
+from dsec.sdk._async.net import finish, sleep
 from dsec.sdk._async.output import AsyncFollow, AsyncOutput
 from dsec.sdk._async.transport import AsyncTransport
+from dsec.sdk._async.writer import AsyncWriter, Left
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.keywords import explained
 
@@ -50,13 +51,14 @@ class AsyncInput:
 
     Every piece says where it belongs, so that a broken connection neither loses nor doubles a byte. A write that was
     cancelled, or ended by NodeUnreachable, counts up to `offset`; what was on its way goes first with the next write.
-    One handle writes at a time: Conflict when another client has written meanwhile.
+    One handle writes at a time: Conflict when another has written meanwhile. Then nothing of a piece is taken (but of
+    one that was ended by NodeUnreachable it is not known), and the next write goes where the input is by then.
     """
 
-    def __init__(self, transport: AsyncTransport, program: str, offset: int | None) -> None:
+    def __init__(self, transport: AsyncTransport, program: str, offset: int | None, writer: AsyncWriter) -> None:
         self._transport = transport
         self._path = f"{program}/stdin"
-        self._lock = AsyncLock()
+        self._writer = writer
         # Where what is pending begins; None: not known before the server was asked.
         self._offset = offset
         self._pending = b""
@@ -65,7 +67,20 @@ class AsyncInput:
     @property
     def offset(self) -> int | None:
         """Where the next byte written goes; None: not known before the first write of a handle that was found again."""
+        return self._writer.reached(self)
+
+    def reached(self) -> int | None:
         return None if self._offset is None else self._offset + len(self._pending)
+
+    async def settle(self) -> Left:
+        await self._flush()
+        return self._offset, b""
+
+    async def _come(self) -> None:
+        left = await self._writer.left(self)
+        if left is not None:
+            self._offset, self._pending = left
+        self._writer.begin(self)
 
     async def write(self, data: str | bytes | bytearray | memoryview) -> None:
         """Give the program all of `data`: returns once it is taken, which waits while the program reads nothing.
@@ -73,9 +88,10 @@ class AsyncInput:
         InvalidState: nobody reads it any more.
         """
         view = memoryview(programs.input_bytes(data))
-        async with self._lock:
+        async with self._writer.lock:
             if self._closed:
                 raise InvalidState("this input was closed")
+            await self._come()
             await self._flush()
             for start in range(0, len(view), programs.INPUT_BYTES):
                 self._pending = bytes(view[start : start + programs.INPUT_BYTES])
@@ -86,8 +102,9 @@ class AsyncInput:
 
         For a terminal there is none: write b"\\x04" (^D).
         """
-        async with self._lock:
+        async with self._writer.lock:
             if not self._closed:
+                await self._come()
                 await self._flush(eof=True)
                 self._closed = True
 
@@ -101,7 +118,8 @@ class AsyncInput:
 
     async def locate(self) -> int:
         """Ask where the input is: before writing to a program that others write to as well."""
-        async with self._lock:
+        async with self._writer.lock:
+            await self._come()
             await self._flush()
             self._offset = (await self._send(0, b"", eof=False)).size
             return self._offset
@@ -117,7 +135,7 @@ class AsyncInput:
                 raise InvalidState("nobody reads this input any more", detail={"size": state.size})
             if (taken > len(self._pending) and not state.closed) or taken < 0:
                 self._pending, self._offset = b"", state.size
-                raise Conflict("another client has written to this input", detail={"size": state.size})
+                raise programs.another_wrote(state.size)
             self._pending = self._pending[taken:]
             self._offset = state.size
             if not self._pending:
@@ -136,7 +154,7 @@ class AsyncInput:
             raise
 
     async def _send(self, offset: int, data: bytes, *, eof: bool) -> InputState:
-        path = self._path + codec.query(offset=offset, eof=eof)
+        path = self._path + codec.query(offset=offset, eof=eof, writer=self._writer.id)
         return await self._transport.call("POST", path, InputState, body=data, media=codec.OCTETS)
 
 
@@ -156,6 +174,7 @@ class AsyncProcess:
         self._id = program_id
         self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes/{codec.quote(program_id)}"
         self._input_offset = input_offset
+        self._writer = AsyncWriter()
 
     @property
     def id(self) -> str:
@@ -171,7 +190,7 @@ class AsyncProcess:
     @cached_property
     def stdin(self) -> AsyncInput:
         """Its standard input, if it was spawned with one."""
-        return AsyncInput(self._client.transport, self._path, self._input_offset)
+        return AsyncInput(self._client.transport, self._path, self._input_offset, self._writer)
 
     @cached_property
     def stdout(self) -> AsyncOutput:
@@ -183,9 +202,13 @@ class AsyncProcess:
         """Its standard error; empty for a program with a terminal."""
         return AsyncOutput(self._client.transport, self._path, 2)
 
-    async def output(self, offset: int = 0, *, stream: int = 1) -> bytes:
-        """What is kept of stdout (`stream=2`: stderr) now, from an offset on, without waiting for more."""
-        return (await (self.stderr if stream == 2 else self.stdout).located(offset))[1]
+    async def output(self, offset: int = 0, *, stream: int | str = 1) -> bytes:
+        """What is kept of stdout (`stream=2` or "stderr": of stderr) now, from an offset on, without waiting for more.
+
+        InvalidSpec: there is no such stream.
+        """
+        which = self.stdout if programs.stream_number(stream) == 1 else self.stderr
+        return (await which.located(offset))[1]
 
     def follow(
         self,
@@ -212,7 +235,9 @@ class AsyncProcess:
         """As `follow`, and its input, its terminal's size and signals for it over the same connection."""
         from dsec.sdk._async.attach import AsyncAttachment  # few need it, and what it needs
 
-        return AsyncAttachment(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
+        return AsyncAttachment(
+            self._client.transport, self._path, offsets, writer=self._writer, lossy=lossy, on_broken=on_broken
+        )
 
     async def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""

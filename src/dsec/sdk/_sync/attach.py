@@ -16,6 +16,7 @@ from dsec.sdk._sync.net import Condition, Lock
 from dsec.sdk._sync.output import Follow
 from dsec.sdk._sync.socket import Socket
 from dsec.sdk._sync.transport import Transport
+from dsec.sdk._sync.writer import Left, Writer
 from dsec.sdk.http1 import Broken
 from dsec.sdk.programs import OutputItem
 from dsec.wire.attach import WINDOW_BYTES
@@ -39,6 +40,7 @@ class Attachment(Follow):
         program: str,
         offsets: tuple[int, int] = (0, 0),
         *,
+        writer: Writer,
         lossy: bool = False,
         on_broken: Callable[[bool], object] | None = None,
     ) -> None:
@@ -48,16 +50,17 @@ class Attachment(Follow):
         self._ready: deque[OutputItem] = deque()
         self._ready_bytes = 0
         self._ended = False  # the last item has come
-        self._writing = Lock()
+        self._writer = writer
         self._sending = Lock()
         # The connection, once the server has said where the input is.
         self._socket: Socket | None = None
         # Where what was sent and is not known to be taken begins; None: where the server says it is.
         self._base: int | None = None
+        self._own = 0  # of what the server said was taken, this writer gave all from there on
         self._sent = bytearray()
         self._pending = b""
         self._input_closed = False
-        self._taken_over = False  # another client has written
+        self._taken_over = 0  # another has written, up to there
         self._asked: dict[str, dict[str, Any]] = {}
         self._refused: dict[str, DsecError] = {}
 
@@ -109,7 +112,7 @@ class Attachment(Follow):
             # The output goes on, over a new connection; the writer hears of it.
             self._drop()
             self._lose_input()
-            self._taken_over = True
+            self._taken_over = int((item.error.detail or {})["input_size"])
         elif item.last or item.stream is not None:
             self._ended = self._ended or item.last
             self._ready.append(item)
@@ -140,7 +143,7 @@ class Attachment(Follow):
         super()._drop()
 
     def _open(self) -> Socket:
-        return self._connect()
+        return self._connect(self._writer.id)
 
     def close(self) -> None:
         """Read and write no longer. The program goes on."""
@@ -153,18 +156,19 @@ class Attachment(Follow):
         state = item.input
         if state is None:
             return
+        self._own = self._own if item.own is None else item.own
         if self._base is None:
             self._base, self._input_closed = state.size, state.closed
         elif state.closed:
             self._input_closed = True
             self._sent.clear()
             self._base = state.size
-        elif 0 <= (taken := state.size - self._base) <= len(self._sent):
+        elif 0 <= (taken := state.size - self._base) <= len(self._sent) and not self._base < self._own:
             del self._sent[:taken]
             self._base = state.size
         else:
             self._lose_input()
-            self._base, self._taken_over = state.size, True
+            self._base = self._taken_over = state.size
 
     def _lose_input(self) -> None:
         self._sent.clear()
@@ -178,7 +182,8 @@ class Attachment(Follow):
         A write that NodeUnreachable has ended goes on with the next.
         """
         view = memoryview(programs.input_bytes(data))
-        with self._writing:
+        with self._writer.lock:
+            self._come()
             self._flush()
             for start in range(0, len(view), _PIECE_BYTES):
                 self._pending = bytes(view[start : start + _PIECE_BYTES])
@@ -186,7 +191,8 @@ class Attachment(Follow):
 
     def close_input(self) -> None:
         """The end of the input: returns once the program is given it. For a terminal there is none: write b"\\x04"."""
-        with self._writing:
+        with self._writer.lock:
+            self._come()
             self._flush()
             self._until(self._settled)
             self._check_alone()
@@ -197,7 +203,8 @@ class Attachment(Follow):
 
     def locate(self) -> None:
         """Ask where the input is: before writing to a program that others write to as well."""
-        with self._writing:
+        with self._writer.lock:
+            self._come()
             self._flush()
             self._until(lambda: self._settled() and not self._sent)
             if not self._input_over():
@@ -205,10 +212,47 @@ class Attachment(Follow):
                     self._base = None
                 self._ask({"locate": True})
 
+    def reached(self) -> int | None:
+        return None if self._base is None else self._base + len(self._sent) + len(self._pending)
+
+    def settle(self) -> Left:
+        if self._input_over():
+            return self._base, b""
+        if self._over:
+            return self._base, bytes(self._sent) + self._pending
+        self._flush()
+        self._until(lambda: self._input_over() or (self._settled() and not self._sent))
+        self._check_alone()
+        return self._base, b""
+
+    def _come(self) -> None:
+        """Go on where another channel of the same writer was."""
+        if self._over and not self._input_over():
+            raise InvalidState("this attachment was closed")
+        left = self._writer.left(self)
+        if left is not None:
+            self._until(self._settled)
+            self._check_alone()
+            if not self._input_over():
+                self._go_on(*left)
+        self._writer.begin(self)
+
+    def _go_on(self, offset: int | None, data: bytes) -> None:
+        with self._sending:
+            self._base = None
+        self._ask({"locate": True})
+        self._check_alone()
+        if offset is not None and self._base is not None and not self._input_over() and self._base > offset:
+            if self._own > offset:
+                self._writer.begin(self)  # what was left is lost, and this was said
+                raise programs.another_wrote(self._base)
+            data = data[self._base - offset :]
+        self._pending = data
+
     def _flush(self) -> None:
         self._check_alone()
         while self._pending:
-            self._until(lambda: self._input_over() or self._taken_over or self._room())
+            self._until(lambda: self._input_over() or bool(self._taken_over) or self._room())
             self._check_alone()
             if self._input_over():
                 self._pending = b""
@@ -223,11 +267,11 @@ class Attachment(Follow):
 
     def _check_alone(self) -> None:
         if self._taken_over:
-            self._taken_over, self._pending = False, b""
-            raise Conflict("another client has written to this input")
+            size, self._taken_over, self._pending = self._taken_over, 0, b""
+            raise programs.another_wrote(size)
 
     def _settled(self) -> bool:
-        return self._input_over() or self._taken_over or self._base is not None
+        return self._input_over() or bool(self._taken_over) or self._base is not None
 
     def _room(self) -> bool:
         return self._base is not None and len(self._sent) + len(self._pending) <= WINDOW_BYTES

@@ -127,12 +127,16 @@ class Follow:
                 self._transport.sockets = False
         return self._transport.stream("GET", self._path())
 
-    def _connect(self) -> Socket:
+    def _connect(self, writer: str | None = None) -> Socket:
         # Imported here: what it needs costs a command's start some milliseconds.
         from dsec.sdk._sync.socket import SILENCE_S, connect
 
         query = codec.query(
-            stdout_offset=self.offsets[1], stderr_offset=self.offsets[2], lossy=self._lossy, silence_s=SILENCE_S
+            stdout_offset=self.offsets[1],
+            stderr_offset=self.offsets[2],
+            lossy=self._lossy,
+            silence_s=SILENCE_S,
+            writer=writer,
         )
         return connect(self._transport, self._program, query)
 

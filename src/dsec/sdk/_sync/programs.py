@@ -25,9 +25,10 @@ from dsec.model.ids import check_key, new_key
 from dsec.model.processes import InputState, Program, SpawnSpec
 from dsec.model.states import RunResult
 from dsec.sdk import codec, programs
-from dsec.sdk._sync.net import Lock, finish, sleep
+from dsec.sdk._sync.net import finish, sleep
 from dsec.sdk._sync.output import Follow, Output
 from dsec.sdk._sync.transport import Transport
+from dsec.sdk._sync.writer import Left, Writer
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.keywords import explained
 
@@ -52,13 +53,14 @@ class Input:
 
     Every piece says where it belongs, so that a broken connection neither loses nor doubles a byte. A write that was
     cancelled, or ended by NodeUnreachable, counts up to `offset`; what was on its way goes first with the next write.
-    One handle writes at a time: Conflict when another client has written meanwhile.
+    One handle writes at a time: Conflict when another has written meanwhile. Then nothing of a piece is taken (but of
+    one that was ended by NodeUnreachable it is not known), and the next write goes where the input is by then.
     """
 
-    def __init__(self, transport: Transport, program: str, offset: int | None) -> None:
+    def __init__(self, transport: Transport, program: str, offset: int | None, writer: Writer) -> None:
         self._transport = transport
         self._path = f"{program}/stdin"
-        self._lock = Lock()
+        self._writer = writer
         # Where what is pending begins; None: not known before the server was asked.
         self._offset = offset
         self._pending = b""
@@ -67,7 +69,20 @@ class Input:
     @property
     def offset(self) -> int | None:
         """Where the next byte written goes; None: not known before the first write of a handle that was found again."""
+        return self._writer.reached(self)
+
+    def reached(self) -> int | None:
         return None if self._offset is None else self._offset + len(self._pending)
+
+    def settle(self) -> Left:
+        self._flush()
+        return self._offset, b""
+
+    def _come(self) -> None:
+        left = self._writer.left(self)
+        if left is not None:
+            self._offset, self._pending = left
+        self._writer.begin(self)
 
     def write(self, data: str | bytes | bytearray | memoryview) -> None:
         """Give the program all of `data`: returns once it is taken, which waits while the program reads nothing.
@@ -75,9 +90,10 @@ class Input:
         InvalidState: nobody reads it any more.
         """
         view = memoryview(programs.input_bytes(data))
-        with self._lock:
+        with self._writer.lock:
             if self._closed:
                 raise InvalidState("this input was closed")
+            self._come()
             self._flush()
             for start in range(0, len(view), programs.INPUT_BYTES):
                 self._pending = bytes(view[start : start + programs.INPUT_BYTES])
@@ -88,8 +104,9 @@ class Input:
 
         For a terminal there is none: write b"\\x04" (^D).
         """
-        with self._lock:
+        with self._writer.lock:
             if not self._closed:
+                self._come()
                 self._flush(eof=True)
                 self._closed = True
 
@@ -103,7 +120,8 @@ class Input:
 
     def locate(self) -> int:
         """Ask where the input is: before writing to a program that others write to as well."""
-        with self._lock:
+        with self._writer.lock:
+            self._come()
             self._flush()
             self._offset = (self._send(0, b"", eof=False)).size
             return self._offset
@@ -119,7 +137,7 @@ class Input:
                 raise InvalidState("nobody reads this input any more", detail={"size": state.size})
             if (taken > len(self._pending) and not state.closed) or taken < 0:
                 self._pending, self._offset = b"", state.size
-                raise Conflict("another client has written to this input", detail={"size": state.size})
+                raise programs.another_wrote(state.size)
             self._pending = self._pending[taken:]
             self._offset = state.size
             if not self._pending:
@@ -138,7 +156,7 @@ class Input:
             raise
 
     def _send(self, offset: int, data: bytes, *, eof: bool) -> InputState:
-        path = self._path + codec.query(offset=offset, eof=eof)
+        path = self._path + codec.query(offset=offset, eof=eof, writer=self._writer.id)
         return self._transport.call("POST", path, InputState, body=data, media=codec.OCTETS)
 
 
@@ -156,6 +174,7 @@ class Process:
         self._id = program_id
         self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes/{codec.quote(program_id)}"
         self._input_offset = input_offset
+        self._writer = Writer()
 
     @property
     def id(self) -> str:
@@ -171,7 +190,7 @@ class Process:
     @cached_property
     def stdin(self) -> Input:
         """Its standard input, if it was spawned with one."""
-        return Input(self._client.transport, self._path, self._input_offset)
+        return Input(self._client.transport, self._path, self._input_offset, self._writer)
 
     @cached_property
     def stdout(self) -> Output:
@@ -183,9 +202,13 @@ class Process:
         """Its standard error; empty for a program with a terminal."""
         return Output(self._client.transport, self._path, 2)
 
-    def output(self, offset: int = 0, *, stream: int = 1) -> bytes:
-        """What is kept of stdout (`stream=2`: stderr) now, from an offset on, without waiting for more."""
-        return ((self.stderr if stream == 2 else self.stdout).located(offset))[1]
+    def output(self, offset: int = 0, *, stream: int | str = 1) -> bytes:
+        """What is kept of stdout (`stream=2` or "stderr": of stderr) now, from an offset on, without waiting for more.
+
+        InvalidSpec: there is no such stream.
+        """
+        which = self.stdout if programs.stream_number(stream) == 1 else self.stderr
+        return (which.located(offset))[1]
 
     def follow(
         self,
@@ -212,7 +235,9 @@ class Process:
         """As `follow`, and its input, its terminal's size and signals for it over the same connection."""
         from dsec.sdk._sync.attach import Attachment  # few need it, and what it needs
 
-        return Attachment(self._client.transport, self._path, offsets, lossy=lossy, on_broken=on_broken)
+        return Attachment(
+            self._client.transport, self._path, offsets, writer=self._writer, lossy=lossy, on_broken=on_broken
+        )
 
     def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""
