@@ -117,6 +117,54 @@ def test_input_output_and_the_end_over_one_connection(serve):
     serve(scenario)
 
 
+def test_input_is_its_writers_who_comes_again(serve):
+    async def scenario(s: SimServer) -> None:
+        path = await spawn(s, "cat")
+        mine, hers, stdin = f"{path}?writer=mine", f"{path}?writer=hers", path.replace("attach", "stdin")
+
+        async def give(query: str, data: bytes) -> int:
+            async with s.http.post(f"{stdin}?{query}", data=data) as answer:
+                return answer.status
+
+        for began, at in ((b"one", 0), (b"onetwo", 0)):  # the second time it is not known what was taken
+            async with s.http.ws_connect(mine, protocols=PROTOCOLS) as ws:
+                client = Client(ws)
+                await ws.send_bytes(piece(at, began))
+                await client.until(lambda said=began, client=client: client.out[1] == said)
+                assert client.told[0]["own"] == 0
+        for other in (path, hers):  # one without a name, one with another
+            async with s.http.ws_connect(other, protocols=PROTOCOLS) as ws:
+                client = Client(ws)
+                await client.until(lambda client=client: bool(client.told))
+                assert client.told[0]["own"] == 6
+                await ws.send_bytes(piece(3, b"two"))
+                code, last = await client.end()
+                assert (code, last["error"]["code"], last["error"]["detail"]["input_size"]) == (4409, "conflict", 6)
+        async with s.http.ws_connect(mine, protocols=PROTOCOLS) as ws:
+            client = Client(ws)
+            await client.until(lambda: client.out[1] == b"onetwo")
+            assert await give("offset=6&writer=hers", b"XY") == 200
+            await ws.send_bytes(piece(6, b"three"))
+            code, last = await client.end()
+            assert (code, last["error"]["detail"]["input_size"]) == (4409, 8)
+        async with s.http.ws_connect(hers, protocols=PROTOCOLS) as ws:
+            client = Client(ws)
+            await ws.send_bytes(piece(6, b"XYZ"))
+            await client.until(lambda: client.out[1] == b"onetwoXYZ")
+            assert client.told[0]["own"] == 6
+        for query, wanted in {
+            "offset=0&writer=mine": 409,
+            "offset=8": 409,
+            "offset=6&writer=hers": 200,
+            "offset=9&writer=": 400,
+            "offset=9&writer=a%20b": 400,
+        }.items():
+            assert await give(query, b"X") == wanted, query
+        assert await refused(s, f"{path}?writer={'x' * 200}") == 400
+
+    serve(scenario)
+
+
 def test_signals_and_what_cannot_be_carried_out(serve):
     async def scenario(s: SimServer) -> None:
         path = await spawn(s, "sleep", "1000")

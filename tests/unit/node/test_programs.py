@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from dsec.model import limits
-from dsec.model.errors import InvalidSpec, NodeFull
+from dsec.model.errors import Conflict, InvalidSpec, NodeFull
 from dsec.model.processes import How, SpawnSpec, Terminal
 from dsec.node.admission import RESOURCES, Room
 from dsec.node.plan import spool_mib
@@ -42,6 +43,39 @@ def test_a_program_that_runs_does_not_keep_its_sandbox_alive_unless_asked_to(sim
         assert (await s.node.get(busy)).state == "running"
         await s.clock.advance(120)
         assert (await s.node.get(busy)).end_reason == "idle"
+
+    sim(scenario)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_input_is_what_its_writers_were_told(sim, seed):
+    """Several give it, repeat what they gave, are late, in an agent that restarts: against a model of one text."""
+
+    async def scenario(s: SimNode) -> None:
+        chance = random.Random(seed)
+        id_ = await s.create()
+        program = (await s.node.programs.spawn(id_, SpawnSpec(command=["cat"]))).id
+        text, newest, begins = b"", "", 0
+        for _ in range(60):
+            if not chance.randrange(8):
+                await s.restart()
+            writer = chance.choice(("", "a", "b"))
+            offset = max(0, len(text) - chance.choice((0, 0, chance.randrange(12))))
+            again = text[offset:] if writer == newest and offset >= begins else b""
+            data = again + bytes(chance.choice(b"xyz") for _ in range(chance.randrange(0 if again else 1, 4)))
+            giving = s.node.programs.write(id_, program, offset, data, eof=False, writer=writer)
+            if offset < len(text) and not again:
+                with pytest.raises(Conflict) as caught:
+                    await giving
+                assert caught.value.detail["input_size"] == len(text)
+                continue
+            if not again:
+                newest, begins = writer, len(text) if writer != newest else begins
+            text = text[:offset] + data
+            assert (await giving).size == len(text)
+        await s.node.programs.write(id_, program, len(text), b"", eof=True, writer="a")
+        ended = await s.node.programs.wait(id_, program, 60)
+        assert ended.result is not None and ended.result.out.head == text
 
     sim(scenario)
 
