@@ -53,6 +53,21 @@ def test_what_cannot_be_replaced_is_overwritten_and_said(sbx: dsec.Sandbox) -> N
     assert sbx.run("cat /srv/link").stdout == "1"
 
 
+def test_holes_take_no_disk_where_they_come_down(sbx: dsec.Sandbox, tmp_path: Path) -> None:
+    made = "mkdir /srv/t; cd /srv/t; truncate -s 2G hole; truncate -s 1G some; printf end >> some; echo x > after"
+    sbx.run(made, check=True)
+    report = sbx.files.download("/srv/t", tmp_path / "t")
+    hole, some = (tmp_path / "t/hole").stat(), (tmp_path / "t/some").stat()
+    assert (hole.st_size, some.st_size) == (2 << 30, (1 << 30) + 3)
+    assert hole.st_blocks == 0
+    assert some.st_blocks * 512 <= 1 << 20
+    with (tmp_path / "t/some").open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        assert file.read() == b"\0end"
+    assert (tmp_path / "t/after").read_text() == "x\n"
+    assert report.bytes <= 1 << 20  # what came, not what the holes look like
+
+
 def test_no_link_leads_out(sbx: dsec.Sandbox, home: Home) -> None:
     own = home.place.run_dir / "runtime.sock"
     sbx.run(["ln", "-s", str(own), "/out"], check=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
+import sys
 import tarfile
 import tempfile
 import threading
 from collections import deque
 from pathlib import Path
+from tarfile import ReadError
 from types import TracebackType
-from typing import Final, Self
+from typing import BinaryIO, Final, Self, cast
 
 import msgspec
 
@@ -119,7 +122,7 @@ class Tree:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             modes: list[tuple[Path, int]] = []
-            with tarfile.open(fileobj=self._pipe, mode="r|", bufsize=PIECE_BYTES) as archive:  # type: ignore[call-overload]  # it reads, no more is asked of it
+            with tarfile.open(fileobj=self._pipe, mode="r|", bufsize=PIECE_BYTES, tarinfo=_Member) as archive:  # type: ignore[call-overload]  # it reads, no more is asked of it
                 for member in archive:
                     self._place(archive, member, modes)
             # Last, and the deepest first: one that may not be written would be in the way of what is below it.
@@ -166,28 +169,41 @@ class Tree:
         return True
 
     def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-        content = archive.extractfile(member)
-        if content is None:
-            return self._leave_out(member, "unknown")
         if path.is_dir() and not path.is_symlink():
             raise IsADirectoryError(f"{path} is a directory, and a file in the sandbox")
         part = path.with_name(self._part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
-                # Of an archive that ends early the last read raises.
-                while data := content.read(PIECE_BYTES):
-                    file.write(data)
-                    self._bytes += len(data)
-                    if self._on_progress is not None:
-                        self._on_progress(self._bytes, None)
+                self._fill(archive, member, file, path)
                 os.fchmod(file.fileno(), member.mode & 0o777)
             os.utime(part, (member.mtime, member.mtime))
             part.replace(path)
         except BaseException:  # whatever it is, also what a progress raised: half a file does not stay
             part.unlink(missing_ok=True)
             raise
-        return None
+
+    def _fill(self, archive: tarfile.TarFile, member: tarfile.TarInfo, file: BinaryIO, path: Path) -> None:
+        """Only what came is written: a hole, which costs the sandbox nothing, is one here, too."""
+        pieces = [(0, member.size)]
+        if member.issparse():
+            size, pieces = _map_of(archive, member)
+            _set_size(file, size, path)
+            # As tarfile reads it now: the pieces, one behind the other. By itself it would make zeros of the holes.
+            member.sparse, member.size = None, sum(length for _, length in pieces)
+        content = archive.extractfile(member)
+        if content is None:
+            raise ReadError(f"{member.name!r} is a file and has no content")
+        for start, length in pieces:
+            file.seek(start)
+            # Of an archive that ends early the last read raises.
+            left = length
+            while left > 0 and (data := content.read(min(left, PIECE_BYTES))):
+                file.write(data)
+                left -= len(data)
+                self._bytes += len(data)
+                if self._on_progress is not None:
+                    self._on_progress(self._bytes, None)
 
     def _link(self, member: tarfile.TarInfo, path: Path) -> None:
         parts = [part for part in member.linkname.split("/") if part not in ("", ".")]
@@ -215,6 +231,42 @@ class Tree:
         self._left_out_count += 1
         if len(self._left_out) < _NAMED_MAX:
             self._left_out.append(SkippedEntry(path=member.name, why=why))
+
+
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except ValueError as error:  # of a number or a map of holes that is none
+            raise ReadError(f"a damaged header: {error}") from error
+
+
+def _map_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[int, list[tuple[int, int]]]:
+    """Size of a sparse file, and offset and length of the pieces that hold data. Raises TarError: they contradict."""
+    pieces = cast("list[tuple[int, int]]", member.sparse)
+    size = int(member.pax_headers.get("GNU.sparse.realsize", member.size))
+    end = stored = 0
+    for start, length in pieces:
+        if start < end or length < 0:
+            raise ReadError(f"the pieces of {member.name!r} overlap")
+        end, stored = start + length, stored + length
+    following = member.offset_data + stored + -stored % tarfile.BLOCKSIZE
+    if "size" in member.pax_headers:
+        # Of more than 8 GiB. tarfile takes this size, which counts the map, from behind the map on.
+        archive.offset = following
+    if end > size or following > archive.offset:
+        raise ReadError(f"the pieces of {member.name!r} are more than there is of it")
+    return size, pieces
+
+
+def _set_size(file: BinaryIO, size: int, path: Path) -> None:
+    try:
+        if size > sys.maxsize:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        file.truncate(size)
+    except OSError as error:  # says no name, and its own is one that nobody has given
+        raise OSError(error.errno, f"{error.strerror} ({size} bytes)", str(path)) from error
 
 
 def _plain(part: str) -> bool:

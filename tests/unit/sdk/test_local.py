@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import resource
 import tarfile
 from pathlib import Path
 
@@ -235,3 +237,83 @@ def test_a_file_whose_directory_is_not_there_says_which(tmp_path: Path) -> None:
         pass
     assert caught.value.filename == str(tmp_path / "no")
     assert local.PART_PREFIX not in str(caught.value)
+
+
+def holes(name: str, size: int | str, pieces: list[tuple[int, int]], data: bytes, *, pax_size: bool = False) -> bytes:
+    """A file with holes, in the form in which a sandbox sends it: GNU 1.0."""
+    table = f"{len(pieces)}\n" + "".join(f"{start}\n{length}\n" for start, length in pieces)
+    body = table.encode() + bytes(-len(table) % 512) + data
+    made = tarfile.TarInfo("sparse")
+    made.size = len(body)
+    made.pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": name,
+        "GNU.sparse.realsize": str(size),
+    }
+    if pax_size:
+        made.pax_headers["size"] = str(made.size)
+    return made.tobuf(tarfile.PAX_FORMAT) + body + bytes(-len(body) % 512)
+
+
+@pytest.mark.parametrize("pax_size", [False, True])
+def test_holes_stay_holes(pax_size: bool, tmp_path: Path) -> None:
+    data = os.urandom(8192)
+    size = 1 << 30
+    pieces = [(65536, 4096), (size // 2, 4096), (size, 0)]
+    seen: list[int] = []
+    tree = local.Tree(tmp_path / "t", lambda done, total: seen.append(done))
+    tree.feed(holes("f", size, pieces, data, pax_size=pax_size) + holes("empty", size, [(size, 0)], b""))
+    tree.feed(archive(member("after")))
+    tree.done(TreeReport())
+    status = (tmp_path / "t/f").stat()
+    assert status.st_size == size
+    assert status.st_blocks * 512 < 1 << 20
+    with (tmp_path / "t/f").open("rb") as file:
+        for start, want in (
+            (0, bytes(4096)),
+            (65536, data[:4096]),
+            (size // 2, data[4096:]),
+            (size - 4096, bytes(4096)),
+        ):
+            file.seek(start)
+            assert file.read(4096) == want
+    assert ((tmp_path / "t/empty").stat().st_size, (tmp_path / "t/empty").stat().st_blocks) == (size, 0)
+    assert (tmp_path / "t/after").read_bytes() == b"x"
+    assert seen[-1] == len(data) + 1
+
+
+LIES = {
+    "pieces that overlap": holes("f", 1 << 20, [(0, 512), (0, 512)], b"x" * 1024),
+    "pieces backwards": holes("f", 1 << 20, [(4096, 512), (0, 512)], b"x" * 1024),
+    "a length below nothing": holes("f", 1 << 20, [(0, 512), (8192, -512)], b"x" * 512),
+    "an offset below nothing": holes("f", 1 << 20, [(-512, 512)], b"x" * 512),
+    "a piece behind the end": holes("f", 512, [(0, 1024)], b"x" * 1024),
+    "a size below nothing": holes("f", -1, [], b""),
+    "more than its bytes": holes("f", 1 << 40, [(0, 1 << 40)], b"x" * 512) + archive(member("g"), content=b"y" * 4096),
+    "of the bytes of others": holes("f", 8192, [(0, 4096)], b"x" * 512) + archive(member("g"), content=b"y" * 8192),
+    "more than all bytes": holes("f", 1 << 40, [(0, 1 << 40)], b"x" * 512, pax_size=True),
+    "a map of no numbers": holes("f", 1 << 20, [], b"").replace(b"\n0\n", b"\nx\n").replace(b"0\n\0", b"x\n\0"),
+    "a size that is no number": holes("f", "many", [], b""),
+    "a map that does not end": holes("f", 1 << 20, [(0, 0)] * 500, b"")[:2048],
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_holes_that_cannot_be_are_refused(case: str, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no tar archive"):
+        unpack(LIES[case], tmp_path / "t")
+    assert not list((tmp_path / "t").iterdir())
+
+
+@pytest.mark.parametrize("size", [1 << 30, 1 << 63, 1 << 70])
+def test_a_size_that_the_file_system_refuses_names_the_file(size: int, tmp_path: Path) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 29, old[1]))  # as of a file system: each has its own
+    try:
+        with pytest.raises(OSError, match=str(size)) as caught:
+            unpack(holes("f", size, [(0, 512)], b"x" * 512), tmp_path / "t")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "t/f"))
+    assert not list((tmp_path / "t").iterdir())
