@@ -551,8 +551,8 @@ fn sockets_of_a_removed_sandbox_that_others_hold_do_not_keep_the_loop_busy() {
         std::thread::sleep(std::time::Duration::from_millis(10));
         node.control.ask(list());
     }
-    // It slept in between: a loop that is told without end never does.
-    assert!(switches(node.pid()) >= before + 20);
+    // It slept in between: a loop that is told without end never does, a slow one not each time.
+    assert!(switches(node.pid()) >= before + 5);
 }
 
 /// How often it went to sleep by itself.
