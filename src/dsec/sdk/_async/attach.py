@@ -211,9 +211,11 @@ class AsyncAttachment(AsyncFollow):
                 await self._ask({"locate": True})
 
     def reached(self) -> int | None:
+        """As of any channel of its writer."""
         return None if self._base is None else self._base + len(self._sent) + len(self._pending)
 
     async def settle(self) -> Left:
+        """As of any channel of its writer."""
         if self._input_over():
             return self._base, b""
         if self._over:

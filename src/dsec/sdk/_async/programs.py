@@ -70,9 +70,11 @@ class AsyncInput:
         return self._writer.reached(self)
 
     def reached(self) -> int | None:
+        """As of any channel of its writer."""
         return None if self._offset is None else self._offset + len(self._pending)
 
     async def settle(self) -> Left:
+        """As of any channel of its writer."""
         await self._flush()
         return self._offset, b""
 

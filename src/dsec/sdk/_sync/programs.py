@@ -72,9 +72,11 @@ class Input:
         return self._writer.reached(self)
 
     def reached(self) -> int | None:
+        """As of any channel of its writer."""
         return None if self._offset is None else self._offset + len(self._pending)
 
     def settle(self) -> Left:
+        """As of any channel of its writer."""
         self._flush()
         return self._offset, b""
 
