@@ -10,7 +10,7 @@ use rustix::fs::inotify::{
     add_watch, init, remove_watch, CreateFlags, ReadFlags, Reader, WatchFlags,
 };
 use rustix::fs::{openat, statat, AtFlags, FileType, Mode, OFlags, CWD};
-use rustix::io::Errno;
+use rustix::io::{ioctl_fionread, Errno};
 use serde::Serialize;
 use serde_bytes::ByteBuf;
 
@@ -21,6 +21,9 @@ use crate::tree_out::Skipped;
 use crate::walk::{Step, Walk};
 use crate::wire::WatchArgs;
 use crate::{answer, Settings};
+
+mod changes;
+use changes::{below, Changes, Kind};
 
 /// Directories of one watch; the kernel has a limit of its own for each user.
 const DIRS_MAX: usize = 65_536;
@@ -44,33 +47,6 @@ const MASK: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::EXCL_UNLINK)
     .union(WatchFlags::ONLYDIR);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Kind {
-    Created,
-    /// By a move: something else may have had the name before, and nothing says so.
-    #[serde(rename = "created")]
-    Placed,
-    Modified,
-    Attributes,
-    Deleted,
-}
-
-/// What two changes of one path, one after the other, come to. `None`: to nothing.
-fn coalesce(before: Option<Kind>, now: Kind) -> Option<Kind> {
-    Some(match (before, now) {
-        (None, now) => now,
-        (Some(Kind::Created), Kind::Deleted) => return None,
-        (Some(Kind::Created), _) => Kind::Created,
-        // Another file of the same name.
-        (Some(Kind::Deleted), Kind::Created | Kind::Placed) => Kind::Modified,
-        (Some(_), Kind::Deleted) => Kind::Deleted,
-        (Some(Kind::Placed), _) => Kind::Placed,
-        (Some(Kind::Attributes), now) => now,
-        (Some(before), _) => before,
-    })
-}
-
 #[derive(Serialize)]
 struct Change {
     path: ByteBuf,
@@ -86,7 +62,7 @@ struct Watching<'a> {
 }
 
 #[derive(Serialize)]
-struct Changes {
+struct Told {
     id: u64,
     ev: &'static str,
     changes: Vec<Change>,
@@ -117,8 +93,11 @@ struct Watch {
     dirs_bytes: usize,
     root_wd: i32,
     skipped: Skipped,
-    changes: BTreeMap<Vec<u8>, Kind>,
-    changes_bytes: usize,
+    changes: Changes,
+    /// Names were found by looking; what the kernel tells of them may still be unread.
+    looked: bool,
+    /// Such names were sent: the client may know already that one was made or is gone, and made and gone is no nothing.
+    ahead: bool,
     since: Option<Instant>,
     settle: Duration,
     overflow: Option<&'static str>,
@@ -166,8 +145,9 @@ pub(crate) fn watch(conn: &mut Conn, set: &Settings, args: &WatchArgs) -> Done<(
         dirs_bytes: 0,
         root_wd: -1,
         skipped: Skipped::default(),
-        changes: BTreeMap::new(),
-        changes_bytes: 0,
+        changes: Changes::default(),
+        looked: false,
+        ahead: false,
         since: None,
         settle: Duration::from_millis(settle),
         overflow: None,
@@ -190,9 +170,8 @@ impl Watch {
         self.add(b"")
             .map_err(|errno| limit(errno, &self.root.clone()))?;
         if self.recursive {
-            let root = self.root.clone();
-            self.add_below(b"", false)
-                .map_err(|errno| limit(errno, &root))?;
+            self.add_below(b"", None)?
+                .map_err(|errno| limit(errno, &self.root))?;
         }
         Ok(())
     }
@@ -220,6 +199,7 @@ impl Watch {
                 .is_some_and(|since| since.elapsed() >= self.settle)
             {
                 self.send(conn)?;
+                self.caught_up();
             }
             conn.flush()?;
             self.wait(conn)?;
@@ -255,6 +235,7 @@ impl Watch {
             self.dirs.clear();
             self.by_path.clear();
             self.dirs_bytes = 0;
+            (self.looked, self.ahead) = (false, false);
             match self.begin() {
                 Err(Stop::Failed(failure)) if failure.code == Code::FileNotFound => {
                     self.gone = true
@@ -267,16 +248,20 @@ impl Watch {
 
     fn send(&mut self, conn: &mut Conn) -> Done<()> {
         self.since = None;
-        self.changes_bytes = 0;
-        let changes = std::mem::take(&mut self.changes);
-        if changes.is_empty() {
+        let mut changes = std::mem::take(&mut self.changes);
+        let told = changes.settle(|path| {
+            self.looked = true;
+            self.there(path)
+        });
+        self.ahead |= self.looked;
+        if told.is_empty() {
             return Ok(());
         }
         let id = conn.id();
-        conn.queue(&Changes {
+        conn.queue(&Told {
             id,
             ev: "changes",
-            changes: changes
+            changes: told
                 .into_iter()
                 .map(|(path, kind)| Change {
                     path: ByteBuf::from(join(&self.root, &path)),
@@ -286,25 +271,16 @@ impl Watch {
         })
     }
 
-    fn note(&mut self, path: Vec<u8>, kind: Kind) {
-        let before = self.changes.get(&path).copied();
-        if before.is_none() {
-            self.changes_bytes += path.len() + self.root.len();
+    /// When nothing is unread after a look, nothing of what it found will be told again.
+    fn caught_up(&mut self) {
+        if self.looked && ioctl_fionread(&self.events) == Ok(0) {
+            (self.looked, self.ahead) = (false, false);
         }
-        match coalesce(before, kind) {
-            Some(kind) => {
-                self.changes.insert(path, kind);
-            }
-            None => {
-                self.changes_bytes -= path.len() + self.root.len();
-                self.changes.remove(&path);
-            }
-        }
-        self.since.get_or_insert_with(Instant::now);
     }
 
     fn full(&self) -> bool {
-        self.changes.len() >= CHANGES_MAX || self.changes_bytes >= CHANGES_BYTES
+        let bytes = self.changes.bytes() + self.changes.len() * self.root.len();
+        self.changes.len() >= CHANGES_MAX || bytes >= CHANGES_BYTES
     }
 
     /// Follows a directory, by its path below the root.
@@ -322,94 +298,128 @@ impl Watch {
         if path.is_empty() {
             self.root_wd = wd;
         }
-        if let Some(old) = self.dirs.insert(wd, path.to_vec()) {
-            self.by_path.remove(&old);
-        } else {
-            self.dirs_bytes += path.len();
-        }
-        self.by_path.insert(path.to_vec(), wd);
+        self.follow(wd, path);
         Ok(())
     }
 
+    /// A watch has one path, and a path one watch: that of what was found there last.
+    fn follow(&mut self, wd: i32, path: &[u8]) {
+        if wd == self.root_wd && !path.is_empty() {
+            return;
+        }
+        self.forget(wd);
+        self.unfollow(path);
+        self.dirs_bytes += path.len();
+        self.dirs.insert(wd, path.to_vec());
+        self.by_path.insert(path.to_vec(), wd);
+    }
+
+    fn unfollow(&mut self, path: &[u8]) {
+        if let Some(wd) = self.by_path.get(path).copied() {
+            self.forget(wd);
+            // It may be gone by itself.
+            let _ = remove_watch(&self.events, wd);
+        }
+    }
+
+    /// The watch is gone, or leads elsewhere.
+    fn forget(&mut self, wd: i32) {
+        if let Some(path) = self.dirs.remove(&wd) {
+            self.dirs_bytes -= path.len();
+            self.by_path.remove(&path);
+        }
+    }
+
     /// Follows what is below a directory that is followed already. With `report`, it is new to the client too.
-    fn add_below(&mut self, path: &[u8], report: bool) -> Result<(), Errno> {
+    fn add_below(&mut self, path: &[u8], mut report: Option<&mut Conn>) -> Done<Result<(), Errno>> {
+        let mut walk = match self.walk(path) {
+            Ok(walk) => walk,
+            Err(errno) => return Ok(Err(errno)),
+        };
+        loop {
+            match walk.step() {
+                Ok(None) => return Ok(Ok(())),
+                Ok(Some(Step::Left(_))) => continue,
+                Ok(Some(Step::Name(name))) => {
+                    let below = join(path, &walk.path_of(&name));
+                    if let Some(conn) = &mut report {
+                        self.looked = true;
+                        self.changes.found(below.clone());
+                        self.noted();
+                        if self.full() {
+                            self.send(conn)?;
+                        }
+                    }
+                    if let Err(errno) = self.enter(&mut walk, &name, &below) {
+                        return Ok(Err(errno));
+                    }
+                }
+                Err(errno) => return Ok(Err(errno)),
+            }
+        }
+    }
+
+    fn walk(&self, path: &[u8]) -> Result<Walk, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let flags = if path.is_empty() {
             flags
         } else {
             flags | OFlags::NOFOLLOW
         };
-        let dir = openat(CWD, join(&self.root, path), flags, Mode::empty())?;
-        let mut walk = Walk::new(dir)?;
-        while let Some(step) = walk.step()? {
-            let Step::Name(name) = step else { continue };
-            let below = join(path, &walk.path_of(&name));
-            if report && !self.full() {
-                self.note(below.clone(), Kind::Created);
+        Walk::new(openat(CWD, join(&self.root, path), flags, Mode::empty())?)
+    }
+
+    /// Follows what a walk has come to, if it is a directory.
+    fn enter(&mut self, walk: &mut Walk, name: &[u8], path: &[u8]) -> Result<(), Errno> {
+        match walk.enter(name) {
+            Ok(()) => {}
+            // No directory, or not any more.
+            Err(Errno::NOTDIR | Errno::LOOP | Errno::NOENT) => return Ok(()),
+            Err(Errno::XDEV) => {
+                self.skipped.add(path, "mount");
+                return Ok(());
             }
-            if !self.recursive {
-                continue;
+            Err(errno) => {
+                self.skipped.add(path, &errno_name(errno));
+                return Ok(());
             }
-            match walk.enter(&name) {
-                Ok(()) => {}
-                // No directory, or not any more.
-                Err(Errno::NOTDIR | Errno::LOOP | Errno::NOENT) => continue,
-                Err(Errno::XDEV) => {
-                    self.skipped.add(&below, "mount");
-                    continue;
-                }
-                Err(errno) => {
-                    self.skipped.add(&below, &errno_name(errno));
-                    continue;
-                }
+        }
+        match self.add(path) {
+            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
+            Err(errno @ (Errno::ACCESS | Errno::NAMETOOLONG)) => {
+                self.skipped.add(path, &errno_name(errno));
+                Ok(())
             }
-            match self.add(&below) {
-                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {}
-                Err(errno @ (Errno::ACCESS | Errno::NAMETOOLONG)) => {
-                    self.skipped.add(&below, &errno_name(errno));
-                }
-                Err(errno) => return Err(errno),
-            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Another directory may have this path now: what is there is followed, all of it anew, and told.
+    ///
+    /// A watch is found by a path, which may change on the way. Then the kernel tells of it later, and this is done again.
+    fn refresh(&mut self, conn: &mut Conn, path: &[u8]) -> Done<()> {
+        self.changes.replaced(path);
+        self.disappeared(path);
+        let added = match self.add(path) {
+            Ok(()) => self.add_below(path, Some(conn))?,
+            Err(errno) => Err(errno),
+        };
+        match added {
+            // Gone again already.
+            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+            // Taken apart while we were in it: what was left out is not known.
+            Err(Errno::STALE) => self.overflow = Some("queue"),
+            Err(_) => self.overflow = self.overflow.or(Some("watches")),
         }
         Ok(())
     }
 
-    /// A directory has appeared.
-    fn appeared(&mut self, path: &[u8]) {
-        let added = self.add(path).and_then(|()| self.add_below(path, true));
-        match added {
-            // Gone again already.
-            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::STALE) => {}
-            Err(_) => self.overflow = self.overflow.or(Some("watches")),
-        }
-    }
-
-    /// A directory was moved away: it and what is below have another path now, or none.
+    /// A directory is not there any more: it and what is below have another path now, or none.
     fn disappeared(&mut self, path: &[u8]) {
-        let below = [path, b"/"].concat();
-        let mut left: Vec<Vec<u8>> = self
-            .by_path
-            .range(below.clone()..)
-            .map(|(path, _)| path.clone())
-            .take_while(|path| path.starts_with(&below))
-            .collect();
-        left.push(path.to_vec());
-        for path in left {
-            if let Some(wd) = self.by_path.remove(&path) {
-                self.forget(wd);
-                // It may be gone by itself.
-                let _ = remove_watch(&self.events, wd);
-            }
+        for below in below(&self.by_path, path) {
+            self.unfollow(&below);
         }
-    }
-
-    fn forget(&mut self, wd: i32) {
-        if let Some(path) = self.dirs.remove(&wd) {
-            self.dirs_bytes -= path.len();
-            if self.by_path.get(&path) == Some(&wd) {
-                self.by_path.remove(&path);
-            }
-        }
+        self.unfollow(path);
     }
 
     fn take_events(&mut self, conn: &mut Conn) -> Done<()> {
@@ -433,10 +443,11 @@ impl Watch {
                 }
             }
             if batch.is_empty() {
+                (self.looked, self.ahead) = (false, false);
                 return Ok(());
             }
             for (wd, events, name) in batch {
-                self.event(wd, events, name);
+                self.event(conn, wd, events, name)?;
                 if self.full() {
                     self.send(conn)?;
                 }
@@ -452,79 +463,83 @@ impl Watch {
             .is_some_and(|since| since.elapsed() >= self.settle)
     }
 
-    fn event(&mut self, wd: i32, events: ReadFlags, name: Option<Vec<u8>>) {
+    fn event(
+        &mut self,
+        conn: &mut Conn,
+        wd: i32,
+        events: ReadFlags,
+        name: Option<Vec<u8>>,
+    ) -> Done<()> {
         if events.contains(ReadFlags::QUEUE_OVERFLOW) {
             self.overflow = Some("queue");
-            return;
+            return Ok(());
         }
         let own =
             ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
         if wd == self.root_wd && events.intersects(own) {
             self.gone = true;
-            return;
+            return Ok(());
         }
         if events.contains(ReadFlags::IGNORED) {
             self.forget(wd);
-            return;
+            return Ok(());
         }
         let (Some(dir), Some(name)) = (self.dirs.get(&wd), name) else {
-            return;
+            return Ok(());
         };
         if self.only.as_ref().is_some_and(|only| *only != name) {
-            return;
+            return Ok(());
         }
         let path = join(dir, &name);
+        self.named(conn, path, events)
+    }
+
+    /// Something happened to a name in a directory that is followed.
+    fn named(&mut self, conn: &mut Conn, path: Vec<u8>, events: ReadFlags) -> Done<()> {
         let directory = events.contains(ReadFlags::ISDIR);
+        let followed = directory || self.by_path.contains_key(&path);
+        let mut anew = self.recursive && followed;
+        let unsure = directory || self.ahead;
         if events.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) {
-            let moved = events.contains(ReadFlags::MOVED_TO);
-            self.note(
-                path.clone(),
-                if moved { Kind::Placed } else { Kind::Created },
-            );
-            if directory && self.recursive {
-                self.appeared(&path);
+            let new = events.contains(ReadFlags::CREATE) && !self.ahead;
+            let kind = if new { Kind::Created } else { Kind::Placed };
+            self.changes.note(path.clone(), kind, directory);
+        } else if events.contains(ReadFlags::MOVED_FROM) {
+            self.changes.moved_away(path.clone(), unsure);
+        } else {
+            anew = false;
+            if events.contains(ReadFlags::DELETE) {
+                if directory {
+                    self.disappeared(&path);
+                }
+                self.changes.note(path.clone(), Kind::Deleted, unsure);
+            } else if events.contains(ReadFlags::MODIFY) {
+                self.changes.note(path.clone(), Kind::Modified, false);
+            } else if events.contains(ReadFlags::ATTRIB) && self.there(&path).is_some() {
+                self.changes.note(path.clone(), Kind::Attributes, false);
+            } else {
+                return Ok(());
             }
-        } else if events.intersects(ReadFlags::DELETE | ReadFlags::MOVED_FROM) {
-            if directory {
-                self.disappeared(&path);
-            }
-            self.note(path, Kind::Deleted);
-        } else if events.contains(ReadFlags::MODIFY) {
-            self.note(path, Kind::Modified);
-        } else if events.contains(ReadFlags::ATTRIB) && self.is_there(&path) {
-            self.note(path, Kind::Attributes);
         }
+        self.noted();
+        if anew {
+            self.refresh(conn, &path)?;
+        }
+        Ok(())
     }
 
+    fn noted(&mut self) {
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    /// What is at a path; of what kind may be unknown.
+    ///
     /// Of a file that has no name yet, or none any more, the kernel tells under one that it makes up or had.
-    fn is_there(&self, path: &[u8]) -> bool {
-        let path = join(&self.root, path);
-        statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).err() != Some(Errno::NOENT)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn changes_of_one_path_are_one() {
-        use Kind::{Attributes, Created, Deleted, Modified, Placed};
-        for (all, one) in [
-            (&[Created, Modified, Attributes][..], Some(Created)),
-            (&[Created, Deleted], None),
-            (&[Deleted, Created], Some(Modified)),
-            (&[Deleted, Created, Deleted], Some(Deleted)),
-            (&[Attributes, Modified], Some(Modified)),
-            (&[Modified, Attributes], Some(Modified)),
-            (&[Modified, Deleted], Some(Deleted)),
-            (&[Placed, Modified, Attributes], Some(Placed)),
-            (&[Placed, Deleted], Some(Deleted)),
-            (&[Created, Placed, Deleted], None),
-            (&[Deleted, Placed], Some(Modified)),
-        ] {
-            let found = all.iter().fold(None, |before, now| coalesce(before, *now));
-            assert_eq!(found, one, "{all:?}");
+    fn there(&self, path: &[u8]) -> Option<FileType> {
+        match statat(CWD, join(&self.root, path), AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Some(kind_of(&stat)),
+            Err(Errno::NOENT | Errno::NOTDIR) => None,
+            Err(_) => Some(FileType::Unknown),
         }
     }
 }

@@ -5,6 +5,7 @@ mod kit;
 mod diffing;
 mod fuzz;
 mod hostile;
+mod moving;
 mod one_file;
 mod protocol;
 mod removal;
