@@ -396,7 +396,8 @@ impl Watch {
 
     /// Another directory may have this path now: what is there is followed, all of it anew, and told.
     ///
-    /// A watch is found by a path, which may change on the way. Then the kernel tells of it later, and this is done again.
+    /// A watch is found by a path, which may change on the way. Then the kernel tells of it later, and this is done
+    /// again.
     fn refresh(&mut self, conn: &mut Conn, path: &[u8]) -> Done<()> {
         self.changes.replaced(path);
         self.disappeared(path);
