@@ -135,24 +135,8 @@ pub(crate) fn watch(conn: &mut Conn, set: &Settings, args: &WatchArgs) -> Done<(
         let (dir, name) = split(path);
         (dir, Some(name.to_vec()))
     };
-    let mut watch = Watch {
-        events: new_events(path)?,
-        root: root.to_vec(),
-        recursive: args.recursive && only.is_none(),
-        only,
-        dirs: HashMap::new(),
-        by_path: BTreeMap::new(),
-        dirs_bytes: 0,
-        root_wd: -1,
-        skipped: Skipped::default(),
-        changes: Changes::default(),
-        looked: false,
-        ahead: false,
-        since: None,
-        settle: Duration::from_millis(settle),
-        overflow: None,
-        gone: false,
-    };
+    let mut watch = Watch::new(root, args.recursive && only.is_none(), only)?;
+    watch.settle = Duration::from_millis(settle);
     watch.begin()?;
     let id = conn.id();
     conn.queue(&Watching {
@@ -166,6 +150,27 @@ pub(crate) fn watch(conn: &mut Conn, set: &Settings, args: &WatchArgs) -> Done<(
 }
 
 impl Watch {
+    fn new(root: &[u8], recursive: bool, only: Option<Vec<u8>>) -> Done<Self> {
+        Ok(Self {
+            events: new_events(root)?,
+            root: root.to_vec(),
+            recursive,
+            only,
+            dirs: HashMap::new(),
+            by_path: BTreeMap::new(),
+            dirs_bytes: 0,
+            root_wd: -1,
+            skipped: Skipped::default(),
+            changes: Changes::default(),
+            looked: false,
+            ahead: false,
+            since: None,
+            settle: Duration::from_millis(SETTLE_MS),
+            overflow: None,
+            gone: false,
+        })
+    }
+
     fn begin(&mut self) -> Done<()> {
         self.add(b"")
             .map_err(|errno| limit(errno, &self.root.clone()))?;
@@ -344,7 +349,7 @@ impl Watch {
                     let below = join(path, &walk.path_of(&name));
                     if let Some(conn) = &mut report {
                         self.looked = true;
-                        self.changes.found(below.clone());
+                        self.changes.note(below.clone(), Kind::Created, false);
                         self.noted();
                         if self.full() {
                             self.send(conn)?;
@@ -542,5 +547,33 @@ impl Watch {
             Err(Errno::NOENT | Errno::NOTDIR) => None,
             Err(_) => Some(FileType::Unknown),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_was_found_and_sent_is_told_to_be_gone_though_it_was_made_within_the_window() {
+        let dir = std::env::temp_dir().join(format!("dsec-watch-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let (one, _other) = UnixStream::pair().unwrap();
+        let mut conn = Conn::new(one.into(), Duration::from_secs(10));
+        let mut watch = Watch::new(dir.as_os_str().as_bytes(), true, None).unwrap();
+        watch.begin().unwrap();
+        std::fs::create_dir(dir.join("d")).unwrap();
+        std::fs::write(dir.join("d/x"), b"").unwrap();
+        let made = ReadFlags::CREATE | ReadFlags::ISDIR;
+        watch.named(&mut conn, b"d".to_vec(), made).unwrap();
+        watch.send(&mut conn).unwrap();
+        for events in [ReadFlags::CREATE, ReadFlags::DELETE] {
+            watch.named(&mut conn, b"d/x".to_vec(), events).unwrap();
+        }
+        let told = watch.changes.settle(|_| None);
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(told, [(b"d/x".to_vec(), Kind::Deleted)]);
     }
 }

@@ -107,12 +107,6 @@ impl Changes {
         self.put(path, story);
     }
 
-    /// Found in a directory that is new to the client, whatever was told of the name before.
-    pub fn found(&mut self, path: Vec<u8>) {
-        self.take(&path);
-        self.put(path, Story::default().then(Kind::Created));
-    }
-
     /// Another directory has this path now, or none. That things below it were removed stays to be told.
     pub fn replaced(&mut self, path: &[u8]) {
         for path in below(&self.all, path) {
@@ -236,8 +230,8 @@ mod tests {
         changes.note(b"d".to_vec(), Created, false);
         assert_eq!(changes.settle(|_| None), [(b"d".to_vec(), Placed)]);
         changes.moved_away(b"d".to_vec(), true);
-        changes.found(b"d/f".to_vec());
-        changes.found(b"d-f".to_vec());
+        changes.note(b"d/f".to_vec(), Created, false);
+        changes.note(b"d-f".to_vec(), Created, false);
         assert_eq!(
             changes.settle(|_| None),
             [(b"d".to_vec(), Deleted), (b"d-f".to_vec(), Created)]

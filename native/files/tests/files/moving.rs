@@ -71,7 +71,9 @@ impl Follower {
         while !self.known.contains(&end) {
             let event = self.client.event();
             assert_eq!(get(&event, "ev"), &v("changes"), "{event}");
-            for change in get(&event, "changes").as_array().unwrap() {
+            let changes = get(&event, "changes").as_array().unwrap();
+            assert!(changes.len() <= 1024);
+            for change in changes {
                 let path = PathBuf::from(OsStr::from_bytes(bytes(change, "path")));
                 let kind = get(change, "kind").as_str().unwrap();
                 self.believe(&path, kind);
@@ -180,10 +182,15 @@ fn a_directory_that_another_takes_the_place_of_at_once_is_created() {
     std::fs::create_dir(f.at("a")).unwrap();
     f.expect(&[("a", "created"), ("a/gone", "deleted")]);
     f.expect_followed(&["a"]);
+    // The one that left is not followed any more.
+    make(&f.out.at("a/other"));
+    f.expect(&[]);
     // By a file.
     f.leave("d");
     std::fs::write(f.at("d"), b"").unwrap();
     f.expect(&[("d", "created")]);
+    make(&f.out.at("d/other"));
+    f.expect(&[]);
 }
 
 #[test]
