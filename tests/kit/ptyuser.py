@@ -68,8 +68,9 @@ class PtyUser:
                 return found
             if time.monotonic() > end:
                 raise AssertionError(f"{pattern!r} is not in {self.screen!r}")
-            self._read(0.1)
-            if self.process.poll() is not None and not self._read(0):
+            # Asked before it is read: what it said last may be the pattern.
+            ended = self.process.poll() is not None
+            if not self._read(0.1) and ended:
                 raise AssertionError(f"it ended ({self.process.returncode}); {pattern!r} is not in {self.screen!r}")
 
     def _read(self, timeout_s: float) -> bool:
