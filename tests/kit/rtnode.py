@@ -113,14 +113,6 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def sleeps(pid: int) -> int:
-    """How often its threads gave up the processor by themselves: how often they waited for something."""
-    lines = [
-        line for task in Path(f"/proc/{pid}/task").iterdir() for line in (task / "status").read_text().splitlines()
-    ]
-    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
-
-
 def memory_kib(pid: int) -> int:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
