@@ -195,8 +195,13 @@ def check_entry(entry: Entry, path: bytes, node: Node) -> None:
 
 
 def settle(call: Call, before: Tree, after: Tree, observed: dict[bytes, Seen]) -> bool:
-    """Whether what is there now may be there, when nobody was told how a call ended."""
+    """Whether what is there now may be there, when nobody was told how a call ended.
+
+    What begins with `.dsec-` is a copy that was not finished, as the protocol says of a helper that dies.
+    """
     states = [before.flat(), *after.between, after.flat()]
+    known = set().union(*states)
+    observed = {path: seen for path, seen in observed.items() if path in known or b"/.dsec-" not in b"/" + path}
     if any(same(state, observed) for state in states):
         return True
     return call.in_parts and is_between(states[0], states[-1], observed)
@@ -207,11 +212,10 @@ def same(state: dict[bytes, Seen], observed: dict[bytes, Seen]) -> bool:
 
 
 def is_between(before: dict[bytes, Seen], after: dict[bytes, Seen], observed: dict[bytes, Seen]) -> bool:
-    """Each path by itself is as before or as after; what begins with `.dsec-` is a copy that was not finished."""
-    named = {path: seen for path, seen in observed.items() if not any(p[:6] == b".dsec-" for p in path.split(b"/"))}
-    for path in before.keys() | after.keys() | named.keys():
+    """Each path by itself is as before or as after."""
+    for path in before.keys() | after.keys() | observed.keys():
         told = [state.get(path) for state in (before, after)]
-        found = named.get(path)
+        found = observed.get(path)
         if not any(found is one or (one and found and one.fits(found)) for one in told):
             return False
     return True
