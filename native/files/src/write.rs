@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{
-    accessat, fallocate, fchmod, fchown, fstat, fstatfs, ftruncate, openat, unlinkat, Access,
+    accessat, fallocate, fchmod, fchown, fcntl_setfl, fstat, fstatfs, ftruncate, unlinkat, Access,
     AtFlags, FallocateFlags, Gid, Mode, OFlags, Stat, Uid,
 };
 use rustix::io::Errno;
@@ -100,8 +100,12 @@ pub(crate) fn write(set: &Settings, args: &WriteArgs, content: &mut Content<'_>)
         // Renaming over a file needs no right to write to it; writing to it does.
         accessat(&place.dir, &place.name, Access::WRITE_OK, AtFlags::EACCESS).map_err(&fail)?;
     }
-    let first_mode = if old.is_some() { 0o600 } else { 0o666 };
-    let temp = Temp::new(place.dir.as_fd(), set.temps(), first_mode);
+    let first = if old.is_some() {
+        0o600
+    } else {
+        first_mode(args.mode)
+    };
+    let temp = Temp::new(place.dir.as_fd(), set.temps(), first);
     let written = match (temp, &old) {
         (Ok(temp), _) => whole(args, &place, old.as_ref(), temp, content, &path),
         // The file may be written to, its directory not: another user's, or read-only around a mounted file.
@@ -128,6 +132,11 @@ fn in_place(file: &OwnedFd, bytes: u64, path: &[u8]) -> Done<Written> {
 /// What it is now, whatever has got its name since.
 fn entry(file: &OwnedFd, path: &[u8]) -> Result<Entry, Errno> {
     Ok(Entry::new(path, &fstat(file)?, None))
+}
+
+/// Of a new file until it has its own: nobody may open it meanwhile who may not later.
+fn first_mode(mode: Option<u32>) -> u32 {
+    mode.map_or(0o666, |_| 0o600)
 }
 
 fn set_mode(file: &OwnedFd, mode: Option<u32>) -> Result<(), Errno> {
@@ -262,21 +271,30 @@ pub(crate) fn append(
     if old.is_some() && args.exclusive {
         return Err(fail(Errno::EXIST));
     }
-    let (file, created) = open_to_append(&place, old.is_some(), &path)?;
-    let before = size(&file).map_err(&fail)?;
-    let mut bytes = 0;
-    match append_pieces(&file, content, &path, &mut bytes) {
-        Ok(()) => {
-            if created {
-                set_mode(&file, args.mode).map_err(&fail)?;
-            }
-            Ok(Appended {
-                entry: entry(&file, &path).map_err(&fail)?,
-                bytes,
-                created,
-                size: size(&file).map_err(&fail)?,
-            })
-        }
+    let mut pending = Vec::new();
+    let more = gather(content, &mut pending)?;
+    let new = match old {
+        Some(_) => None,
+        None => begin_with(set, args.mode, &place, &pending)
+            .map_err(|errno| fail(errno).map(named_full(&place.dir)))?,
+    };
+    let created = new.is_some();
+    let (file, mut bytes) = match new {
+        Some(file) => (file, std::mem::take(&mut pending).len() as u64),
+        None => (open_to_append(&place, &path)?, 0),
+    };
+    let before = if created {
+        0
+    } else {
+        size(&file).map_err(&fail)?
+    };
+    match append_pieces(&file, content, &path, (pending, more), &mut bytes) {
+        Ok(()) => Ok(Appended {
+            entry: entry(&file, &path).map_err(&fail)?,
+            bytes,
+            created,
+            size: size(&file).map_err(&fail)?,
+        }),
         Err(stop) => {
             let stop = stop.map(named_full(&place.dir));
             // Only what is ours is taken back: others may have appended in between.
@@ -294,43 +312,54 @@ pub(crate) fn append(
     }
 }
 
+/// A new file appears with its mode and with what is appended first. `None`: another writer was faster.
+fn begin_with(
+    set: &Settings,
+    mode: Option<u32>,
+    place: &Place,
+    content: &[u8],
+) -> Result<Option<OwnedFd>, Errno> {
+    let mut temp = Temp::new(place.dir.as_fd(), set.temps(), first_mode(mode))?;
+    write_all(temp.file(), content)?;
+    set_mode(temp.file(), mode)?;
+    match temp.put_new(&place.name) {
+        Ok(()) => {}
+        Err(Errno::EXIST) => return Ok(None),
+        Err(errno) => return Err(errno),
+    }
+    fcntl_setfl(temp.file(), OFlags::APPEND)?;
+    Ok(Some(rustix::io::fcntl_dupfd_cloexec(temp.file(), 0)?))
+}
+
 fn size(file: &OwnedFd) -> Result<u64, Errno> {
     Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0))
 }
 
-/// Opens what is there, or makes it; the second is whether it is new.
-fn open_to_append(place: &Place, there: bool, path: &[u8]) -> Done<(OwnedFd, bool)> {
+fn open_to_append(place: &Place, path: &[u8]) -> Done<OwnedFd> {
     let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::NOFOLLOW;
-    if !there {
-        let make = flags | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        match openat(&place.dir, &place.name, make, Mode::from_raw_mode(0o666)) {
-            Ok(file) => return Ok((file, true)),
-            // Another writer was faster.
-            Err(Errno::EXIST) => {}
-            Err(errno) => return Err(at("append to", path)(errno)),
-        }
-    }
-    let (file, _) = open_regular(&place.dir, &place.name, flags, "append to", path)?;
-    Ok((file, false))
+    Ok(open_regular(&place.dir, &place.name, flags, "append to", path)?.0)
 }
 
-/// Appends all pieces and counts what was written, also when it fails.
+/// Takes pieces until there is enough for one system call. `false`: these were the last.
+fn gather(content: &mut Content<'_>, pending: &mut Vec<u8>) -> Done<bool> {
+    while pending.len() < APPEND_GATHER {
+        match content.piece()? {
+            Some(piece) => pending.extend_from_slice(piece),
+            None => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+/// Appends what was gathered and all pieces behind it; counts what was written, also when it fails.
 fn append_pieces(
     file: &OwnedFd,
     content: &mut Content<'_>,
     path: &[u8],
+    (mut pending, mut more): (Vec<u8>, bool),
     bytes: &mut u64,
 ) -> Done<()> {
-    let mut pending = Vec::new();
-    let mut more = true;
-    while more {
-        match content.piece()? {
-            Some(piece) => pending.extend_from_slice(piece),
-            None => more = false,
-        }
-        if more && pending.len() < APPEND_GATHER {
-            continue;
-        }
+    loop {
         let mut rest = &pending[..];
         while !rest.is_empty() {
             match rustix::io::write(file, rest) {
@@ -343,6 +372,9 @@ fn append_pieces(
             }
         }
         pending.clear();
+        if !more {
+            return Ok(());
+        }
+        more = gather(content, &mut pending)?;
     }
-    Ok(())
 }

@@ -1,6 +1,6 @@
 //! What a sandbox may put in the way of a file call.
 
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{symlink, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -324,6 +324,35 @@ fn many_appenders_lose_nothing() {
     for part in content.chunks(99) {
         assert!(part.iter().all(|b| *b == part[0]));
     }
+}
+
+/// A helper may be killed at any time: what it makes is there with its mode and what was appended first, or not at all.
+#[test]
+fn an_append_that_makes_the_file_shows_no_half_of_it() {
+    let dir = Dir::new();
+    let over = Arc::new(AtomicBool::new(false));
+    let (at, seen_all) = (dir.at("log"), over.clone());
+    let looking = std::thread::spawn(move || {
+        let mut half = 0;
+        while !seen_all.load(Ordering::Relaxed) {
+            if let Ok(found) = at.metadata() {
+                half += usize::from(found.len() != 5 || found.mode() & 0o7777 != 0o640);
+            }
+        }
+        half
+    });
+    let mut c = Client::new();
+    for _ in 0..2000 {
+        let path = dir.at("log");
+        let done = c.call(
+            "append",
+            args! {path: &path, data: &b"12345"[..], mode: 0o640u32},
+        );
+        assert_eq!(get(&done.ok(), "created"), &v(true));
+        std::fs::remove_file(&path).unwrap();
+    }
+    over.store(true, Ordering::Relaxed);
+    assert_eq!(looking.join().unwrap(), 0);
 }
 
 /// An overlay over a file system of its own.
