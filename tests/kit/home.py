@@ -61,12 +61,13 @@ class Home:
 
 
 @contextlib.contextmanager
-def standing() -> Iterator[Home]:
-    """A node that is up; afterwards everything of it is gone."""
+def standing(state_dir: Path | None = None) -> Iterator[Home]:
+    """A node that is up, with its state in a given place; afterwards everything of it is gone."""
     cache = Path(os.environ.get("DSEC_CACHE") or "/var/cache/dsec")
     if not (cache / "layers" / "catalog.sqlite").exists():
         pytest.skip(f"no layer {BASE} in {cache} (scripts/setup makes it)")
-    with own_place() as place:
+    with own_place() as own:
+        place = own if state_dir is None else Place(own.run_dir, state_dir, own.cgroup)
         made = Home(place)
         line = ["-m", "dsec.images", "--store", str(place.state_dir), "import", f"store:{cache}#{BASE}", BASE]
         subprocess.run([sys.executable, *line], check=True, stdout=subprocess.DEVNULL)

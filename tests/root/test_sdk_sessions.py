@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -310,6 +311,20 @@ def test_a_timeout_holds_over_a_death_of_the_agent(home: Home, sbx: dsec.Sandbox
     caller.join(60)
     assert [(r.cause, r.stdout) for r in result] == [("timeout", "given")]
     assert out(sh, "ls -A /dev/shm") == ""
+
+
+def test_what_ended_in_time_while_the_agent_was_dead_is_no_timeout(home: Home, sbx: dsec.Sandbox) -> None:
+    sh = sbx.session()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sh.run, "touch /dev/shm/begun; sleep 0.5; (exit 3)", timeout_s=2, key="in-time")
+        while not sbx.files.exists("/dev/shm/begun"):
+            time.sleep(0.01)
+        os.kill(home.agent(), signal.SIGKILL)
+        time.sleep(2.5)
+        home.dsec("up")
+        done = running.result(60)
+    assert (done.exit_code, done.cause) == (3, "exited")
+    assert sh.run("echo on").stdout == "on\n"
 
 
 def test_what_was_answered_before_sets_off_no_trap(sbx: dsec.Sandbox) -> None:

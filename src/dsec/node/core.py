@@ -61,9 +61,9 @@ class Core:
         self.admission = admission
         self.clock = clock
         self.owed = Owed(store, clock)
-        self.steps = Steps(store, clock)
+        self.steps = Steps(store, self.owed, clock)
         self.deadlines = Deadlines(clock, self._due)
-        self.runs = Runs(store, self.steps, admission, clock, self.became_idle)
+        self.runs = Runs(store, self.steps, self.owed, admission, clock, became_idle=self.became_idle)
         self.online: tuple[int, ...] = proc.cpus()
         self.boxes: dict[str, Box] = {}
         self.names: dict[str, str] = {}

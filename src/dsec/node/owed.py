@@ -2,16 +2,23 @@
 
 An end of a sandbox cannot be taken back when its row cannot be written, and it is what makes room. Should the agent
 die before it is written, the next one finds a row that says "stopping" and no sandbox: it has ended all the same.
+
+Nor can a program that has ended be run again because its result finds no room. The runtime keeps it until it is
+written, and the next agent asks there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from dsec.model.errors import DsecError
+from dsec.model.limits import MIB
 from dsec.model.states import SandboxInfo
 from dsec.node.clock import Clock
 from dsec.node.store import Statement, Store
@@ -19,18 +26,31 @@ from dsec.node.store import Statement, Store
 log = logging.getLogger("dsec.node.owed")
 
 RETRY_S: Final = 5.0
+# Of results; each may be 2 MiB. What is beyond is asked for again under its key.
+RESULTS_MAX_BYTES: Final = 64 * MIB
 
 Key = tuple[str, str]
 
 
+class Result(msgspec.Struct, frozen=True):
+    """What came of a row: its state and answer, and how that is written."""
+
+    state: int
+    body: bytes
+    statement: Statement
+    files: Sequence[tuple[Path, bytes]]
+    written: Callable[[], None]
+
+
 class Owed:
-    """Ends of sandboxes, and answers of calls under their scope and key."""
+    """Ends of sandboxes, results of what ran, and answers of other calls under their scope and key."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._infos: dict[str, SandboxInfo] = {}
         self._answers: dict[Key, tuple[bytes, bytes]] = {}
+        self._results: dict[Key, Result] = {}
         self._waiting = False
 
     @property
@@ -44,6 +64,10 @@ class Owed:
         self._forget_written()
         return self._answers.get((scope, key))
 
+    def result(self, scope: str, key: str) -> Result | None:
+        """What came of a row that says that it was begun."""
+        return self._results.get((scope, key))
+
     def add_end(self, info: SandboxInfo, *statements: Statement) -> None:
         """A sandbox has ended."""
         self.add(*statements)
@@ -53,6 +77,15 @@ class Owed:
         """A call has done what it was to do."""
         self.add(*statements)
         self._answers[scope, key] = (digest, answer)
+
+    def add_result(self, scope: str, key: str, result: Result) -> bool:
+        """What ran has ended; False when there is no more room for it here either."""
+        held = sum(len(other.body) for other in self._results.values())
+        if held + len(result.body) > RESULTS_MAX_BYTES:
+            return False
+        self._results[scope, key] = result
+        self._later()
+        return True
 
     def add(self, *statements: Statement) -> None:
         """What no answer depends on."""
@@ -73,13 +106,38 @@ class Owed:
 
     def _try(self) -> None:
         self._waiting = False
-        if not self._store.owes or self._store.closed:
+        if self._store.closed:
             return
-        self._store.commit().add_done_callback(self._tried)
+        if self._store.owes:
+            self._store.commit().add_done_callback(self._tried)
+        elif self._results:
+            self._write_result()
 
     def _tried(self, written: asyncio.Future[None]) -> None:
+        if not self._failed(written):
+            self._try()
+
+    def _write_result(self) -> None:
+        """The first of them; each takes room of its own, and must not keep the ends from being written."""
+        key, result = next(iter(self._results.items()))
+        if not self._store.read("SELECT 1 FROM steps WHERE scope = ? AND key = ?", key):
+            del self._results[key]  # the sandbox has been forgotten meanwhile
+            self._try()
+            return
+
+        def tried(written: asyncio.Future[None]) -> None:
+            if self._failed(written):
+                return
+            del self._results[key]
+            result.written()
+            self._try()
+
+        self._store.commit(result.statement, files=result.files).add_done_callback(tried)
+
+    def _failed(self, written: asyncio.Future[None]) -> bool:
         error = None if written.cancelled() else written.exception()
         if isinstance(error, DsecError):
-            log.warning("%d ends and answers are not written yet: %s", len(self._infos) + len(self._answers), error)
-        if self._store.owes:
+            count = len(self._infos) + len(self._answers) + len(self._results)
+            log.warning("%d ends and answers are not written yet: %s", count, error)
             self._later()
+        return error is not None or written.cancelled()

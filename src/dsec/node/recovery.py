@@ -34,7 +34,7 @@ _AT_ONCE: Final = 32
 class Recovery:
     """One start of a node."""
 
-    def __init__(self, core: Core, lifecycle: Lifecycle, resume_command: Callable[[Box, Step], None]) -> None:
+    def __init__(self, core: Core, lifecycle: Lifecycle, resume_command: Callable[[Box, Step], object]) -> None:
         self._core = core
         self._resume_command = resume_command
         self._lifecycle = lifecycle

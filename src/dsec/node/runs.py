@@ -21,6 +21,7 @@ from dsec.model.errors import (
     DsecError,
     Exhausted,
     LaunchFailed,
+    NodeDiskFull,
     NotFound,
     ProgramNotStarted,
     Rejected,
@@ -35,8 +36,9 @@ from dsec.model.states import Output, RunOutcome, RunResult
 from dsec.node.admission import Admission
 from dsec.node.box import Box
 from dsec.node.clock import Clock
+from dsec.node.owed import Owed, Result
 from dsec.node.plan import RUN, TALKED_TO, run_plan, shown_command, spool_mib
-from dsec.node.steps import BEGUN, Answer, Step, Steps, conflict
+from dsec.node.steps import BEGUN, Answer, Step, Steps, conflict, state_and_body
 from dsec.node.store import Store
 
 log = logging.getLogger("dsec.node.runs")
@@ -66,6 +68,7 @@ class Flight:
         "done",
         "hash",
         "how",
+        "owed",
         "process_id",
         "reading",
         "sink",
@@ -92,6 +95,7 @@ class Flight:
         self.waiting: list[asyncio.Future[Answer]] = []
         self.sink: Sink | None = None
         self.detached = False
+        self.owed = False  # its result is told from memory, and the runtime keeps it
         self.task: asyncio.Task[None] | None = None
         self.reading: asyncio.Task[RunOutcome] | None = None  # the call that feeds a streaming reader
         self.writing = asyncio.Lock()  # one gives input at a time
@@ -142,9 +146,17 @@ class Runs:
     """Runs of all sandboxes of a node."""
 
     def __init__(
-        self, store: Store, steps: Steps, admission: Admission, clock: Clock, became_idle: Callable[[Box], None]
+        self,
+        store: Store,
+        steps: Steps,
+        owed: Owed,
+        admission: Admission,
+        clock: Clock,
+        *,
+        became_idle: Callable[[Box], None],
     ) -> None:
         self._store = store
+        self._owed = owed
         self._admission = admission
         self._steps = steps
         self._clock = clock
@@ -219,8 +231,8 @@ class Runs:
                 self._became_idle(box)
         if flight.how.kind in TALKED_TO:
             self._keep(box, flight, answer)
-        elif flight.how is RUN and isinstance(answer, bytes) and box.guest is not None:
-            box.guest.discard(flight.process_id)
+        elif not flight.owed and isinstance(answer, bytes):
+            _discard(box, flight)
 
     def _keep(self, box: Box, flight: Flight, answer: Answer) -> None:
         """A program that was talked to has ended: its output stays readable, that of the oldest makes room."""
@@ -305,11 +317,24 @@ class Runs:
         await flight.keep_writer()
 
     async def record(self, box: Box, key: str, flight: Flight, answer: Answer) -> Answer:
-        """Write down what came of a flight, before anybody is told."""
+        """Write down what came of a flight, before anybody is told; without room for it, once there is some."""
         statement, files = self._steps.end(box.id, key, answer, flight.process_id)
-        await self._store.commit(statement, files=files)
+        try:
+            await self._store.commit(statement, files=files)
+        except NodeDiskFull:
+            state, body = state_and_body(answer)
+            owed = Result(state, body, statement, files, written=lambda: _discard(box, flight))
+            flight.owed = self._owed.add_result(box.id, key, owed)
+            if not flight.owed:
+                raise
         failpoint.at("run.recorded")
         return answer
+
+
+def _discard(box: Box, flight: Flight) -> None:
+    """Nobody will ask the runtime for the result of a run any more; of a program that is talked to it stays."""
+    if flight.how is RUN and box.guest is not None:
+        box.guest.discard(flight.process_id)
 
 
 def how_of(step: Step) -> How:

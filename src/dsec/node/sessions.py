@@ -218,7 +218,8 @@ class Sessions:
         box = await self._ready(ref)
         box.running_guest()
         if found is not None:
-            raise Unknown(f"the command under key {key!r} was begun; whether it ran is not known", sandbox_id=box.id)
+            # Begun and nobody waits: its end could not be told. Where its output begins is known, and read again.
+            return self.resume(box, found)
         session = await self.get(ref, session_id)
         if session.state == "ended":
             raise self._over(box.id, session)
@@ -235,14 +236,15 @@ class Sessions:
         self._core.runs.take_off(box, key, command, lambda: self._carry_out(box, key, shell, command, spec))
         return command
 
-    def resume(self, box: Box, step: Step) -> None:
-        """After a restart of the agent: wait for a command that had been given, or find out that it was not."""
+    def resume(self, box: Box, step: Step) -> Command:
+        """Nobody waits for it: wait for a command that had been given, or find out that it was not."""
         assert step.extra is not None
         given = _decode_given(step.extra)
         command = Command(given.session, step.hash, step.step, step.begun_at, step.command)
         command.process_id = step.subject
         shell = box.shells.setdefault(given.session, Shell())
         self._core.runs.take_off(box, step.key, command, lambda: self._go_on(box, step.key, shell, command, given))
+        return command
 
     async def _carry_out(self, box: Box, key: str, shell: Shell, command: Command, spec: CommandSpec) -> Answer:
         shell.waiting += 1
@@ -333,7 +335,9 @@ class Sessions:
         timer: asyncio.TimerHandle | None = None
         if given.ends_boot is not None:
             left = max(0.0, given.ends_boot - self._core.clock.boot())
-            timer = loop.call_later(left, command.end_early, "timeout")
+            # While nobody was there it may have ended in time.
+            if left or not await _has_answered(guest, command):
+                timer = loop.call_later(left, command.end_early, "timeout")
         captures = tuple(Capture(limits.OUTPUT_HEAD_BYTES, limits.OUTPUT_TAIL_BYTES) for _ in range(2))
         minds = asyncio.Event()
         if not given.first:
@@ -526,6 +530,17 @@ async def _up_to(
         over.cancel()
         attached.cancel()
         await asyncio.gather(attached, over, return_exceptions=True)
+
+
+async def _has_answered(guest: Guest, command: Command) -> bool:
+    """Whether its shell has said by now what it answered."""
+    border, at = Border(command.number), command.base[2]
+    with suppress(DsecError):  # who reads its output learns why
+        while (piece := await guest.read_output(command.session, 3, at, limits.OUTPUT_TAIL_BYTES)).data:
+            if border.feed(piece.offset, piece.data):
+                return True
+            at = piece.offset + len(piece.data)
+    return False
 
 
 async def _give(guest: Guest, session: str, offset: int, text: bytes) -> None:

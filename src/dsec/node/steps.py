@@ -7,7 +7,7 @@ value or with the error that came of it. A key is scoped to its sandbox; creatio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ import msgspec
 from dsec.model.errors import Conflict, DsecError, Retry, from_wire
 from dsec.model.limits import KIB
 from dsec.node.clock import Clock
+from dsec.node.owed import Owed
 from dsec.node.store import Statement, Store
 
 BEGUN: Final = 0
@@ -98,8 +99,9 @@ def conflict(key: str, kind: str, command: str = "") -> Conflict:
 class Steps:
     """Reads and builds rows of the step table."""
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: Store, owed: Owed, clock: Clock) -> None:
         self._store = store
+        self._owed = owed
         self._clock = clock
 
     def find(self, scope: str, key: str, digest: bytes, kind: str) -> Step | None:
@@ -107,7 +109,7 @@ class Steps:
         rows = self._store.read(f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND key = ?", (scope, key))
         if not rows:
             return None
-        step = Step(*rows[0])
+        step = self._step(rows[0])
         if step.hash != digest:
             raise conflict(key, kind, step.command)
         return step
@@ -117,19 +119,20 @@ class Steps:
         # Written out: the index of the node's scope serves only a query that names it.
         where = "scope = ''" if not scope else "scope = ?"
         sql = f"SELECT {_COLUMNS} FROM steps WHERE {where} AND state = {BEGUN}"
-        return [Step(*row) for row in self._store.read(sql, (scope,) if scope else ())]
+        steps = (self._step(row) for row in self._store.read(sql, (scope,) if scope else ()))
+        return [step for step in steps if step.state == BEGUN]
 
     def by_subject(self, scope: str, subject: str) -> Step | None:
         """The row about a process of a sandbox."""
         kinds = "kind IN ('run', 'spawn', 'session', 'command')"
         sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND subject = ? AND {kinds}"
         rows = self._store.read(sql, (scope, subject))
-        return Step(*rows[0]) if rows else None
+        return self._step(rows[0]) if rows else None
 
     def of_kind(self, scope: str, kind: str) -> Iterator[Step]:
         """The rows of one kind of a sandbox, the newest first."""
         sql = f"SELECT {_COLUMNS} FROM steps WHERE scope = ? AND kind = ? ORDER BY step DESC"
-        yield from (Step(*row) for row in self._store.read(sql, (scope, kind)))
+        yield from (self._step(row) for row in self._store.read(sql, (scope, kind)))
 
     def kept(self, scope: str, count: int) -> list[Step]:
         """The newest ended programs of a sandbox that were talked to, the oldest of them first."""
@@ -143,6 +146,14 @@ class Steps:
         """The highest step number of a sandbox and when (boot clock) its last call was answered."""
         number, boot = self._store.read("SELECT max(step), max(ended_boot) FROM steps WHERE scope = ?", (scope,))[0]
         return int(number or 0), boot
+
+    def _step(self, row: Sequence[Any]) -> Step:
+        """A row, with what came of it also where that could not be written yet."""
+        step = Step(*row)
+        result = self._owed.result(step.scope, step.key)
+        if result is None:
+            return step
+        return msgspec.structs.replace(step, state=result.state, response=result.body, spool=None)
 
     def answer(self, step: Step) -> Answer:
         """What came back for an answered row."""
@@ -175,9 +186,7 @@ class Steps:
         self, scope: str, key: str, answer: Answer, subject: str = "", *, spooled: bool = True
     ) -> tuple[Statement, tuple[tuple[Path, bytes], ...]]:
         """The statement that answers a row, and the files that must be there before (none, unless `spooled`)."""
-        state, body = ANSWERED, answer
-        if isinstance(body, DsecError):
-            state, body = FAILED, _encoder.encode(WireError.of(body))
+        state, body = state_and_body(answer)
         spool: str | None = None
         files: tuple[tuple[Path, bytes], ...] = ()
         inline: bytes | None = body
@@ -192,3 +201,10 @@ class Steps:
     def drop(self, scope: str, key: str) -> Statement:
         """The statement that frees a key: nothing came of what was begun."""
         return "DELETE FROM steps WHERE scope = ? AND key = ?", (scope, key)
+
+
+def state_and_body(answer: Answer) -> tuple[int, bytes]:
+    """An answer as a row has it."""
+    if isinstance(answer, DsecError):
+        return FAILED, _encoder.encode(WireError.of(answer))
+    return ANSWERED, answer

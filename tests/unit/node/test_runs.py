@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from dsec.model.errors import (
     Exhausted,
     InvalidSpec,
     LaunchFailed,
+    NodeDiskFull,
     NotFound,
     ProgramNotStarted,
     Unavailable,
@@ -232,5 +236,103 @@ def test_runs_in_flight_are_bounded(sim, monkeypatch):
             await s.fly(id_, "sleep 10")
         with pytest.raises(Exhausted):
             await s.fly(id_, "sleep 10")
+
+    sim(scenario)
+
+
+# A disk that is full
+
+
+LOUD = ["echo", "x" * 100_000]
+
+
+@pytest.fixture
+def no_room(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """For files: what is small still finds room in the log."""
+
+    def full(files: Sequence[tuple[Path, bytes]]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(files[0][0]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dsec.node.store._write_files", full)
+        yield patch
+
+
+async def known(s: SimNode, id_: str) -> set[str]:
+    """What the runtime knows of."""
+    guest = s.node.core.boxes[id_].guest
+    assert guest is not None
+    return {process.process_id for process in await guest.processes()}
+
+
+def test_a_result_without_room_is_told_and_written_when_there_is_some(sim, no_room):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        first = await s.run(id_, LOUD, "k")
+        assert first.out.total == 100_001
+        for _ in range(2):
+            assert await s.run(id_, LOUD, "k") == first
+        program = await s.node.programs.find(id_, first.process_id)
+        assert (program.state, program.result) == ("ended", first)
+        with pytest.raises(Conflict):
+            await s.run(id_, ["true"], "k")
+        await s.clock.advance(20)
+        assert s.open_steps() == 1
+        assert await known(s, id_) == {first.process_id}, "the runtime is where the next agent asks"
+        no_room.undo()
+        await s.clock.advance(20)
+        assert s.open_steps() == 0
+        assert await known(s, id_) == set()
+        await s.restart()
+        assert await s.run(id_, LOUD, "k") == first
+        assert s.world.faults.calls["run"] == 1
+
+    sim(scenario)
+
+
+def test_a_result_that_was_not_written_is_asked_for_where_it_ran(sim, no_room):
+    async def scenario(s: SimNode) -> None:
+        id_ = await s.create()
+        first = await s.run(id_, LOUD, "k")
+        await s.crash()
+        await s.start()
+        assert await s.run(id_, LOUD, "k") == first
+        no_room.undo()
+        await s.clock.advance(20)
+        assert s.open_steps() == 0
+
+    sim(scenario)
+
+
+def test_a_result_that_was_not_written_outlives_its_sandbox(sim, no_room):
+    async def scenario(s: SimNode) -> None:
+        id_, forgotten = await s.create(), await s.create()
+        first = await s.run(id_, LOUD, "k")
+        await s.run(forgotten, LOUD, "k")
+        await s.node.stop(id_)
+        await s.node.stop(forgotten)
+        assert await s.run(id_, LOUD, "k") == first
+        await s.node.core.store.commit(("DELETE FROM steps WHERE scope = ?", (forgotten,)))
+        no_room.undo()
+        await s.clock.advance(20)
+        assert [path.parent.name for path in s.node.core.store.spool.rglob("*") if path.is_file()] == [id_]
+        await s.restart()
+        assert await s.run(id_, LOUD, "k") == first
+
+    sim(scenario)
+
+
+def test_what_would_take_the_agents_memory_is_refused_and_found_under_its_key(sim, no_room, monkeypatch):
+    async def scenario(s: SimNode) -> None:
+        monkeypatch.setattr("dsec.node.owed.RESULTS_MAX_BYTES", 150_000)
+        id_ = await s.create()
+        first = await s.run(id_, LOUD, "k")
+        with pytest.raises(NodeDiskFull):
+            await s.run(id_, LOUD, "l")
+        assert await s.run(id_, LOUD, "k") == first
+        no_room.undo()
+        assert (await s.run(id_, LOUD, "l")).ok
+        assert s.world.faults.calls["run"] == 3, "the second asks for what had been begun"
+        assert (await s.run(id_, ["true"])).step == 3
 
     sim(scenario)
