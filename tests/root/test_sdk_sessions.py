@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -52,6 +53,20 @@ def test_what_a_text_leaves_is_there_for_the_next(sbx: dsec.Sandbox) -> None:
         )
         # However long it is, no program is given it in its environment.
         assert out(sh, "set -a; Y=1; " + "# " * 150_000 + "\nenv | grep -c '^Y=1'; echo ${_dsec-none}") == "1\nnone\n"
+
+
+@pytest.mark.parametrize("shell", ["/bin/bash", "/bin/dash"])
+def test_lines_are_counted_from_the_texts_first(sbx: dsec.Sandbox, shell: str) -> None:
+    with sbx.session(shell=shell) as sh:
+        for _ in range(2):
+            said = sh.run("nosuch\n\nf() {\n  nosuch2\n}\nf; false").stderr.splitlines()
+            assert [re.findall(r": (?:line )?(\d+): (?:eval: )?nosuch", line) for line in said] == [["1"], ["4"]], said
+        wrong = sh.run("\necho )").stderr
+        assert re.search(r"\b2: (eval: )?[Ss]yntax error", wrong) and "_dsec" not in wrong
+        if shell == "/bin/bash":
+            assert out(sh, "\necho $LINENO") == "2\n"
+            sh.run("readonly LINENO")
+            assert out(sh, "echo on") == "on\n"
 
 
 def test_exit_codes_and_streams_are_the_commands_own(sh: dsec.Session) -> None:

@@ -41,6 +41,10 @@ def script(text: bytes, number: int, last: int, stdin: str | None, *, first: boo
     until it is begun. It is given the `$?` of the command before; what stands before `&&` ends no shell and sets off no
     trap. The answer has a line of its own, whatever else was written there.
 
+    Lines are counted from the text's first one: in bash by LINENO, which an expansion of a group's redirection sets for
+    what is read after it (a command's own is put back with it); it would show what stands before the text on its line
+    if that has a syntax error. Others do not, and count from where `eval` begins (dash), or from the session's begin.
+
     What a command reads lies where programs can remove it, /dev/null too. `eval` would answer 1 without having read a
     word of the command: so it is tried before, and said. So is the descriptor that bash reads by, which a limit of the
     shell's own may not leave it. The first command says when the signal may come: before, it
@@ -50,9 +54,10 @@ def script(text: bytes, number: int, last: int, stdin: str | None, *, first: boo
     trap = b"\\command trap %s %d\n" % (quoted(_ON_SIGNAL), GIVE_UP)
     trap += b"\\command printf '\\n%%d +\\n' %d >&3\n" % number if first else b""
     tried = b"\\command : <%s || \\command printf '\\n%%d -\\n' %d >&3\n" % (source, number)
-    before = b"(\\command exit %d) && :" % last if last else b""
+    before = b"(\\command exit %d) && :; " % last if last else b""
     held = b"\\command : 61<&0 || \\command printf '\\n%%d !\\n' %d >&3" % number
-    begun = b'\\command eval "\\command unset -v _dsec\n%s\n$_dsec"' % before
+    elsewhere = b'\\command eval "\\command unset -v _dsec; %s${BASH_VERSION+\n}$_dsec"' % before
+    in_bash = b'\\command eval "{ \\command unset -v _dsec; } <&\\$((LINENO=0,0)); %s\n$_dsec"' % before
     given = b"""_dsec=%s
 case ${BASH_VERSION-5.0.} in
 [1-4].* | 5.0.*) for _ in _; do %s <%s 3>&-; done;;
@@ -60,7 +65,7 @@ case ${BASH_VERSION-5.0.} in
 %s 61<&-
 %d
 ;; esac
-""" % (quoted(text + b"\n"), begun, source, held, _TOLD, source, number, begun, number)
+""" % (quoted(text + b"\n"), elsewhere, source, held, _TOLD, source, number, in_bash, number)
     return trap + tried + given + answer_line(number)
 
 
