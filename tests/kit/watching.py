@@ -25,6 +25,7 @@ class Watching:
         self._news = threading.Condition()
         self._told: list[tuple[str, bytes]] = []
         self._over = False
+        self.broken = 0  # how often it was begun again
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -82,6 +83,7 @@ class Watching:
                     for event in watch:
                         self._tell(event.kind, event.raw_path or event.path.encode())
             except dsec.DsecError:
+                self.broken += 1
                 time.sleep(_AGAIN_S)
 
 

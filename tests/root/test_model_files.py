@@ -74,6 +74,7 @@ class FilesMachine(RuleBasedStateMachine):
         self.first = self.seen()
         self.adopt(self.first)
         self.watching = Watching(self.sbx)
+        self.called: list[Call] = []
 
     def teardown(self) -> None:
         if not hasattr(self, "sbx"):
@@ -150,9 +151,12 @@ class FilesMachine(RuleBasedStateMachine):
     def watched(self) -> Iterator[None]:
         """What changes meanwhile is told to who watches."""
         before, mark = self.tree.flat(), self.watching.mark()
+        self.called = []
         yield
-        untold = self.watching.missing(before, self.tree.flat(), mark)
-        assert not untold, (untold, self.watching.since(mark))
+        after = self.tree.flat()
+        untold = self.watching.missing(before, after, mark)
+        changes = [(path, before.get(path), after.get(path)) for path in untold]
+        assert not untold, (changes, self.watching.since(mark), self.watching.broken, self.called)
 
     # Calls
 
@@ -177,6 +181,7 @@ class FilesMachine(RuleBasedStateMachine):
             return None, refused
 
     def outcome(self, call: Call) -> object:
+        self.called.append(call)
         try:
             return call.do(self.sbx.files)
         except dsec.DsecError as error:
