@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         NoSpace,
         NotFound,
         PermissionDenied,
+        ProgramEnded,
         ProgramNotStarted,
         QuotaExceeded,
         RateLimited,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.sandbox import Sandbox
     from dsec.sdk._sync.sessions import Session
+    from dsec.sdk.lines import Line
     from dsec.sdk.programs import ProcessInfo, ProcessList, SessionInfo
 
     __version__: str
@@ -114,6 +116,7 @@ __all__ = [
     "Job",
     "LaunchFailed",
     "LayerInfo",
+    "Line",
     "NoCapacity",
     "NoSpace",
     "NodeDiskFull",
@@ -126,6 +129,7 @@ __all__ = [
     "ProcessInfo",
     "ProcessList",
     "Program",
+    "ProgramEnded",
     "ProgramNotStarted",
     "QuotaExceeded",
     "RateLimited",
@@ -181,6 +185,7 @@ _HOMES = {
     "dsec.sdk._sync.programs": ("Process",),
     "dsec.sdk._sync.sandbox": ("Sandbox",),
     "dsec.sdk._sync.sessions": ("Session",),
+    "dsec.sdk.lines": ("Line",),
     "dsec.sdk.programs": ("ProcessInfo", "ProcessList", "SessionInfo"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -180,6 +180,30 @@ def test_trees_go_both_ways(sbx: dsec.Sandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.same_everywhere
+def test_what_is_there_is_replaced_unless_it_is_not_to_be(sbx: dsec.Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir(mode=0o750)
+    (tmp_path / "tree/same").write_text("new")
+    sbx.files.write("/srv/there/same", "old")
+    sbx.files.write("/srv/there/other", "kept")
+    for source, target in (("tree/same", "/srv/there/same"), ("tree", "/srv/there"), ("tree", "/srv/there/same")):
+        with pytest.raises(dsec.FileExists):
+            sbx.files.upload(tmp_path / source, target, replace=False)
+    assert sbx.files.read_text("/srv/there/same") == "old"
+    for source, target in (("tree", "/srv/new/tree/"), ("tree/same", "/srv/new/file"), ("tree", "relative")):
+        sbx.files.upload(tmp_path / source, target, replace=False)
+        with pytest.raises(dsec.FileExists):
+            sbx.files.upload(tmp_path / source, target, replace=False)
+    assert sbx.files.stat("/srv/new/tree").mode == 0o750
+    assert sbx.files.read_text("/srv/new/tree/same") == sbx.files.read_text("/srv/new/file") == "new"
+    sbx.files.upload(tmp_path / "tree/same", "/srv/there/same")
+    sbx.files.upload(tmp_path / "tree", "/srv/there")
+    assert [sbx.files.read_text(f"/srv/there/{name}") for name in ("same", "other")] == ["new", "kept"]
+    with pytest.raises(dsec.IsADirectory):
+        sbx.files.upload(tmp_path / "tree/same", "/srv/there")
+    with pytest.raises(dsec.InvalidSpec, match="replace"):
+        sbx.files.upload(tmp_path / "tree", "/srv/x", replace="no")  # type: ignore[arg-type]  # as a caller may
+
+
 def test_a_directory_that_is_uploaded_has_its_own_mode(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     (tmp_path / "top").mkdir()
     (tmp_path / "top").chmod(0o700)

@@ -293,6 +293,26 @@ def test_the_command_streams_lists_and_shows_again(sbx: dsec.Sandbox, url: str) 
     assert done.returncode == 1 and b"no spawned program runs" in done.stderr and b"a session's" in done.stderr
 
 
+def test_the_command_starts_and_goes(sbx: dsec.Sandbox, url: str) -> None:
+    """Whatever is piped into it: a loop that reads a list keeps the rest of it."""
+    done = command(url, "exec", "-d", sbx.id, "echo first; sleep 1000", stdin=b"kept")
+    assert (done.returncode, done.stderr) == (0, b"")
+    silent = sbx.process(done.stdout.decode().strip())
+    assert silent.wait_for("first", 60) == "first" and not silent.info().stdin
+    silent.kill()
+    line = ("exec", "--detach", "-i", "--key", "mine", sbx.id, "cat; exit 3")
+    done = command(url, *line)
+    assert done.returncode == 0 and command(url, *line).stdout == done.stdout != silent.id.encode() + b"\n"
+    asked = done.stdout.decode().strip()
+    done = command(url, "attach", sbx.id, asked, stdin=b"taken up\n")
+    assert (done.returncode, done.stdout) == (3, b"taken up\n")
+    assert command(url, "attach", sbx.id, asked).returncode == 3  # also afterwards
+    done = command(url, "exec", "-d", sbx.id, "/none/such", "x")
+    assert (done.returncode, done.stdout) == (127, b"") and b"/none/such" in done.stderr
+    done = command(url, "exec", "-d", sbx.id)
+    assert done.returncode == 125 and b"no program" in done.stderr
+
+
 def test_a_key_of_the_command_starts_one(sbx: dsec.Sandbox, url: str) -> None:
     line = ("exec", "--key", "mine", sbx.id, "echo $$")
     first = command(url, *line)

@@ -46,6 +46,15 @@ def until_left(sbx: dsec.Sandbox, *seconds: int) -> None:
         assert time.monotonic() < until, found
 
 
+def test_the_command_starts_one_with_a_terminal_and_goes(sbx: dsec.Sandbox, url: str) -> None:
+    for no_stdin in ((), ("--no-stdin",)):
+        done = cases.command(url, "exec", "-dt", *no_stdin, sbx.id, "echo up; exec cat")
+        program = sbx.process(done.stdout.decode().strip())
+        assert done.returncode == 0 and program.info().tty
+        assert program.wait_for("up", 60) == "up"
+        program.kill()
+
+
 @pytest.mark.parametrize("before", [None, agent_dies, runtime_dies])
 def test_what_a_program_has_left_behind_is_killed(
     sbx: dsec.Sandbox, home: Home, before: Callable[[Home], None] | None

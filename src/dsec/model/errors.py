@@ -314,6 +314,12 @@ class CommandFailed(DsecError):
     result: Any = None
 
 
+class ProgramEnded(CommandFailed):
+    """`process.wait_for(...)` and the program ended without such a line; `result` says how, also when it succeeded."""
+
+    code = "program_ended"
+
+
 class CreateFailed(DsecError):
     """One item of `create_many` failed: `index` says which, `error` why."""
 

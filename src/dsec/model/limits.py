@@ -72,6 +72,7 @@ FRAME_MAX_BYTES: Final = 8 * MIB
 TERMINAL_MAX: Final = 4096  # rows and columns
 SPOOL_BYTES: Final = 16 * MIB  # newest output of each stream of a spawned program that stays readable, unless it says
 SPOOL_MAX_BYTES: Final = 1024 * MIB  # it may say so much
+LINE_MAX_BYTES: Final = 1 * MIB  # of a line that the SDK gives in one piece
 INPUT_PIECE_MAX_BYTES: Final = 1 * MIB  # of one call that gives a program input
 PROGRAMS_KEPT: Final = 64  # ended programs of a sandbox whose output is kept
 SESSIONS_MAX: Final = 256  # alive in a sandbox

@@ -143,8 +143,11 @@ _SHOWN: Final = ("info", "info() tells its state")
 # A file's waits for the end, or gives so many bytes; what is there now is neither, so that it is not called so.
 _READ: Final = (
     "located",
-    "wait().stdout is all of it, iterating gives it as it comes, process.output() what is there now",
+    "wait().stdout is all of it, iterating gives it as it comes, process.lines() by whole lines, "
+    "process.output() what is there now",
 )
+_LINES: Final = ("wait_for", "lines() gives whole lines as they come, wait_for(text) one that has it")
+_WAIT_FOR: Final = ("wait_for", "wait_for(text, timeout_s=) waits for a line that has it")
 _CODE: Final = ("limits_hit", "exit_code is 0 and ok true for success; cause and limits_hit say why not")
 _TEXT: Final = ("stdout_bytes", "stdout and stderr are text, stdout_bytes and stderr_bytes exact")
 _KEPT: Final = ("spawn", "output is its program's: run(...).stdout, process.output()")
@@ -169,7 +172,9 @@ _METHODS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     **dict.fromkeys(("copy", "cp", "chown", "symlink"), (("chmod", "a program does that: sbx.run([...])"), _COPY)),
     "watch_dir": (("watch", "watch(path)"),),
     "diff": (("watch", "sbx.diff(path)"),),
-    **dict.fromkeys(("read", "readline", "readlines", "getvalue"), (_READ, _FILES)),
+    **dict.fromkeys(("read", "readline", "readlines", "getvalue"), (_LINES, _READ, _FILES)),
+    **dict.fromkeys(("lines", "splitlines"), (_LINES, _READ)),
+    **dict.fromkeys(("expect", "wait_until", "read_until", "readuntil", "wait_for_line"), (_WAIT_FOR,)),
     **dict.fromkeys(("status", "is_running", "reload", "attrs", "inspect", "labels"), (_SHOWN,)),
     **dict.fromkeys(
         ("set_timeout", "keep_alive", "refresh"), (("extend", "extend(seconds) moves the end of its lifetime"),)

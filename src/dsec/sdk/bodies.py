@@ -82,6 +82,7 @@ class LocalTree:
             raise InvalidSpec.field("local", str(path), "a regular file or a directory")
         self._path = path
         self._on_progress = on_progress
+        self.mode = path.stat().st_mode & 0o777
 
     def pieces(self) -> Iterator[bytes]:
         sent = _Sent()

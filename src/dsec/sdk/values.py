@@ -162,11 +162,8 @@ def escaped(text: str) -> bool:
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def command_failed(command: Command, result: RunResult, sandbox_id: str) -> CommandFailed:
-    """The error of `run(check=True)`: how it ended and its last words."""
-    shown = command if isinstance(command, str) else " ".join(str(word) for word in command)
-    if len(shown) > _SHOWN_COMMAND_CHARS:
-        shown = shown[:_SHOWN_COMMAND_CHARS] + "..."
+def how_ended(result: RunResult) -> str:
+    """What ended a program, to stand behind "ended"."""
     how = {
         "exited": f"exit code {result.exit_code}",
         "timeout": "its timeout",
@@ -174,7 +171,15 @@ def command_failed(command: Command, result: RunResult, sandbox_id: str) -> Comm
         "killed": "being killed",
         "policy": "breaking a policy",
     }.get(result.cause, f"signal {result.signal}")
-    message = f"the command ended by {how} after {result.duration_s:.2f} s: {shown}"
+    return f"by {how}"
+
+
+def command_failed(command: Command, result: RunResult, sandbox_id: str) -> CommandFailed:
+    """The error of `run(check=True)`: how it ended and its last words."""
+    shown = command if isinstance(command, str) else " ".join(str(word) for word in command)
+    if len(shown) > _SHOWN_COMMAND_CHARS:
+        shown = shown[:_SHOWN_COMMAND_CHARS] + "..."
+    message = f"the command ended {how_ended(result)} after {result.duration_s:.2f} s: {shown}"
     if result.limits_hit:
         message += f"\nlimits hit: {', '.join(result.limits_hit)}"
     for name, data in (("stderr", result.stderr_bytes), ("stdout", result.stdout_bytes)):

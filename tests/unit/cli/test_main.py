@@ -122,8 +122,6 @@ def test_what_is_mistyped_or_of_another_tool_is_guessed(
         ("rm -f x", "unrecognized arguments: -f; `dsec stop` needs none"),
         ("run -f true", "unrecognized arguments: -f\n"),
         ("version", "`dsec --version` may be what is meant"),
-        ("exec -d x sleep 9", "unrecognized arguments: -d; it waits for its program: `spawn` of the SDK starts one"),
-        ("exec --detach x sleep 9", "`dsec exec -it`, which ^P ^Q leaves"),
         ("exec -q x true", "unrecognized arguments: -q\n"),
         ("logs --tail 5 x", "`dsec logs SANDBOX | tail -n 5` shows the end of it"),
         ("logs --tail=5 x", "| tail -n 5`"),
@@ -149,7 +147,7 @@ def test_no_word_of_another_tool_is_one_of_ours() -> None:
 def test_who_detaches_a_program_is_told_what_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-d", "--", "sleep", "9"]) == 125
     told = capsys.readouterr().err
-    assert "`dsec exec` runs one in it and waits for it; `spawn` of the SDK starts one that goes on by itself" in told
+    assert "`dsec exec -d SANDBOX COMMAND` starts one in it that goes on by itself; `dsec exec` waits for it" in told
 
 
 @pytest.mark.parametrize(("words", "method"), [(("x:/no", "."), "stat"), (("/etc/hosts", "x:/no/"), "write")])

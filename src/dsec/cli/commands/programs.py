@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from dsec.model.states import RunResult
     from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.sandbox import Sandbox
     from dsec.sdk.values import Command, SpecFields
 
-_NO_WAITING: Final = "`spawn` of the SDK starts one that goes on by itself"
 _PIPED: Final = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
 
 
@@ -169,7 +169,7 @@ def _check_together(command: Command | None, args: argparse.Namespace) -> None:
         way = "`dsec shell SANDBOX` opens a shell in it"
         raise InvalidSpec(f"--detach only creates the sandbox, so there is nothing for -i or -t to talk to: {way}")
     if args.detach and command is not None:
-        way = f"`dsec exec` runs one in it and waits for it; {_NO_WAITING}"
+        way = "`dsec exec -d SANDBOX COMMAND` starts one in it that goes on by itself; `dsec exec` waits for it"
         raise InvalidSpec(f"--detach only creates the sandbox, without a program: {way}")
     if command is None and not (args.detach or args.tty):
         raise InvalidSpec("no program: give one to run (or -it for a shell, or --detach, to only create the sandbox)")
@@ -232,22 +232,22 @@ def _create(made: Client, args: argparse.Namespace) -> Sandbox:
 
 def exec_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec exec`."""
+    about = "only start it and print its id, for `dsec attach` and `dsec logs`; with -i its input stays open for those"
+    parser.add_argument("-d", "--detach", action="store_true", help=about)
     _talk_options(parser)
     add_program(parser, required=True)
 
 
-def exec_hint(words: list[str]) -> str:
-    """What to say of options that `dsec exec` does not have."""
-    if words[0] not in ("-d", "--detach"):
-        return ""
-    return f"; it waits for its program: {_NO_WAITING}, and so does `dsec exec -it`, which ^P ^Q leaves"
-
-
 def exec_command(args: argparse.Namespace) -> int:
-    """Run a program in a sandbox. The exit code is the program's."""
+    """Run a program in a sandbox. The exit code is the program's; of one that is only started 0."""
     command = command_of(args.command)
     if command is None:
         raise InvalidSpec("no program: give one to run")
+    if args.detach:
+        sigterm_ends()
+        advise(args.command, terminal=False)
+        print(_start(client(args).get(args.sandbox), command, args, stdin=args.interactive, tty=args.tty).id)
+        return 0
     if args.tty:
         from dsec.cli.commands.terminals import in_terminal, need_terminal
 
@@ -265,15 +265,7 @@ def exec_command(args: argparse.Namespace) -> int:
 def _talk(sandbox: Sandbox, name: str, command: Command, args: argparse.Namespace) -> int:
     from dsec.cli.commands.terminals import streams
 
-    process = sandbox.spawn(
-        command,
-        cwd=args.cwd,
-        env=pairs("env", args.env),
-        user=args.user,
-        stdin=not args.no_stdin,
-        timeout_s=args.timeout_s,
-        key=getattr(args, "key", None),
-    )
+    process = _start(sandbox, command, args, stdin=True, tty=False)
     try:
         return streams(process, None if args.no_stdin else 0, raw=args.raw)
     except NodeUnreachable as error:
@@ -283,6 +275,19 @@ def _talk(sandbox: Sandbox, name: str, command: Command, args: argparse.Namespac
         with suppress(DsecError):
             process.kill()
         raise
+
+
+def _start(sandbox: Sandbox, command: Command, args: argparse.Namespace, *, stdin: bool, tty: bool) -> Process:
+    return sandbox.spawn(
+        command,
+        cwd=args.cwd,
+        env=pairs("env", args.env),
+        user=args.user,
+        stdin=tty or (stdin and not args.no_stdin),  # a terminal has one
+        tty=tty,
+        timeout_s=args.timeout_s,
+        key=getattr(args, "key", None),
+    )
 
 
 def _stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -11,11 +12,12 @@ from dsec.model.states import RunResult
 from dsec.sdk import codec
 from dsec.sdk._async.net import sleep
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
-from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
 
 if TYPE_CHECKING:
+    from dsec.sdk._async.lines import AsyncLines
     from dsec.sdk._async.socket import AsyncSocket
 
 
@@ -40,6 +42,8 @@ class AsyncFollow:
         self.offsets = {1: offsets[0], 2: offsets[1]}
         self.dropped = {1: 0, 2: 0}
         self.result: RunResult | None = None
+        # When to give up with Late; not part of the public surface.
+        self.deadline: float | None = None
         self._transport = transport
         self._program = program
         self._wait = wait
@@ -79,6 +83,12 @@ class AsyncFollow:
     ) -> None:
         self.close()
 
+    def lines(self) -> AsyncLines:
+        """What comes as whole lines, from where it is now on."""
+        from dsec.sdk._async.lines import AsyncLines  # few need it, and what it needs
+
+        return AsyncLines(self)
+
     def close(self) -> None:
         """Read no longer. The program goes on."""
         self._over = True
@@ -93,13 +103,15 @@ class AsyncFollow:
             try:
                 if self._items is None:
                     self._items = await self._open()
-                item = await self._items.next(OutputItem)
+                item = await self._items.next(OutputItem, self.deadline)
                 self._tell(broken=False)
                 return item
             except Broken as error:
                 self._drop()
                 self._tell(broken=True)
                 await self._again(self._retry, error)
+                if self.deadline is not None and time.monotonic() >= self.deadline:
+                    raise Late from None
             except Garbage as error:
                 self.close()
                 raise self._transport.garbage(error) from error

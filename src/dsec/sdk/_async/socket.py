@@ -34,8 +34,8 @@ class AsyncSocket:
         self._messages = websocket.Messages(from_client=False, max_bytes=_MESSAGE_MAX_BYTES)
         self._messages.feed(behind)
 
-    async def next(self, to: type[OutputItem]) -> OutputItem:
-        """The next item. Broken: it is closed, or cut."""
+    async def next(self, to: type[OutputItem], end: float | None = None) -> OutputItem:
+        """The next item. Broken: it is closed, or cut; Late: the time `end` has come."""
         while True:
             try:
                 message = self._messages.take()
@@ -45,7 +45,7 @@ class AsyncSocket:
             except websocket.ProtocolError as error:
                 raise Garbage(f"no WebSocket as it should be: {error}") from error
             if message is None:
-                data = await self._transport.received(self._conn)
+                data = await self._transport.received(self._conn, end)
                 if not data:
                     raise Broken("the connection was closed without a word")
                 self._messages.feed(data)

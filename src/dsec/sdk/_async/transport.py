@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._async.net import AsyncConn, AsyncPool, connect, sleep
-from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
+from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, request
 from dsec.sdk.options import advice
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
@@ -24,6 +24,8 @@ T = TypeVar("T")
 _PROXY_STATUS: Final = (502, 503, 504)
 # How often a caller looks whether another's question for the server's health has been answered.
 _CHECK_POLL_S: Final = 0.05
+# What is there already is taken also by who is late: a time of 0 would ask nobody.
+_LATE_S: Final = 0.001
 
 
 class AsyncAnswer:
@@ -46,8 +48,8 @@ class AsyncAnswer:
         while self._response.head is None:
             await self._more()
 
-    async def piece(self) -> bytes:
-        """The next bytes of the body; empty: it is complete."""
+    async def piece(self, end: float | None = None) -> bytes:
+        """The next bytes of the body; empty: it is complete. Late: the time `end` has come."""
         while True:
             data = self._response.take()
             if data:
@@ -55,7 +57,7 @@ class AsyncAnswer:
             if self._response.done:
                 self._release()
                 return b""
-            await self._more()
+            await self._more(end)
 
     async def read(self) -> bytes:
         """The whole body."""
@@ -88,8 +90,8 @@ class AsyncAnswer:
         else:
             self._conn.close()
 
-    async def _more(self) -> None:
-        self._response.feed(await self._transport.received(self._conn))
+    async def _more(self, end: float | None = None) -> None:
+        self._response.feed(await self._transport.received(self._conn, end))
 
 
 class AsyncItems:
@@ -99,10 +101,10 @@ class AsyncItems:
         self._answer = answer
         self._items = codec.Items()
 
-    async def next(self, to: type[T]) -> T:
-        """The next item. Broken: the stream was cut (it has a final item, after which nobody asks)."""
+    async def next(self, to: type[T], end: float | None = None) -> T:
+        """The next item. Broken: the stream was cut (it has a final item, after which nobody asks); Late: at `end`."""
         while (raw := self._items.take()) is None:
-            data = await self._answer.piece()
+            data = await self._answer.piece(end)
             if not data:
                 raise Broken("the stream was cut before its final item")
             self._items.feed(data)
@@ -250,14 +252,19 @@ class AsyncTransport:
             raise Garbage("an answer to another WebSocket's handshake")
         return answer.switched()
 
-    async def received(self, conn: AsyncConn) -> bytes:
-        """The next bytes from the server. Broken or NodeUnreachable: there will be none."""
+    async def received(self, conn: AsyncConn, end: float | None = None) -> bytes:
+        """The next bytes from the server. Broken or NodeUnreachable: there will be none; Late: the time `end` came."""
         since = time.monotonic()
         while True:
+            patience_s = self.timing.patience_s
+            if end is not None:
+                patience_s = min(patience_s, max(end - time.monotonic(), _LATE_S))
             try:
-                data = await conn.recv(self.timing.patience_s)
+                data = await conn.recv(patience_s)
                 break
             except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    raise Late from None
                 await self.check_alive()
                 if time.monotonic() - since > self.timing.reask_s:
                     raise Broken("silence, though the server is well") from None

@@ -157,6 +157,7 @@ class Files:
         source: LocalPath,
         target: RemotePath,
         *,
+        replace: bool = True,
         on_progress: bodies.Progress | None = None,
         user: str | None = None,
     ) -> TreeReport:
@@ -164,15 +165,27 @@ class Files:
 
         A file is whole or not there. A directory may be half there when this raises; what is in the way of its files is
         replaced, other files beside them stay. All have their local modes, but for a `target` that was a directory.
-        `on_progress(done, total)`: bytes; the total of a tree is None.
+        `replace=False`: FileExists where anything is at `target`, and nothing is changed. Above it directories are made
+        in any case. `on_progress(done, total)`: bytes; the total of a tree is None.
         """
+        if not isinstance(replace, bool):
+            raise InvalidSpec.field("replace", replace, "True or False")
+        where, key = _path(target), None if replace else new_key()
         body = bodies.of_local(Path(source), on_progress)
         if isinstance(body, bodies.LocalTree):
-            query = codec.query(path=_path(target), parents=True, user=user)
+            if not replace:
+                self._claim(where, body.mode, user)
+            query = codec.query(path=where, parents=True, user=user)
             return self._transport.upload("PUT", f"{self._path}:tree{query}", TreeReport, body)
-        query = codec.query(path=_path(target), mode=_octal(body.mode), parents=True, user=user)
-        entry = self._transport.upload("PUT", self._path + query, Entry, body)
+        query = codec.query(path=where, mode=_octal(body.mode), parents=True, exclusive=not replace, user=user)
+        entry = self._transport.upload("PUT", self._path + query, Entry, body, key=key)
         return TreeReport(entries=1, bytes=entry.size)
+
+    def _claim(self, path: bytes, mode: int, user: str | None) -> None:
+        """Make the directory, which is not there. Of several that do so at once one succeeds."""
+        if above := path.rstrip(b"/").rpartition(b"/")[0]:
+            self.mkdir(above, parents=True, user=user)
+        self.mkdir(path, mode=mode, user=user)
 
     def download(
         self,

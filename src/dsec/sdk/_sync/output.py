@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -13,11 +14,12 @@ from dsec.model.states import RunResult
 from dsec.sdk import codec
 from dsec.sdk._sync.net import sleep
 from dsec.sdk._sync.transport import Items, Retry, Transport
-from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
 
 if TYPE_CHECKING:
+    from dsec.sdk._sync.lines import Lines
     from dsec.sdk._sync.socket import Socket
 
 
@@ -42,6 +44,8 @@ class Follow:
         self.offsets = {1: offsets[0], 2: offsets[1]}
         self.dropped = {1: 0, 2: 0}
         self.result: RunResult | None = None
+        # When to give up with Late; not part of the public surface.
+        self.deadline: float | None = None
         self._transport = transport
         self._program = program
         self._wait = wait
@@ -81,6 +85,12 @@ class Follow:
     ) -> None:
         self.close()
 
+    def lines(self) -> Lines:
+        """What comes as whole lines, from where it is now on."""
+        from dsec.sdk._sync.lines import Lines  # few need it, and what it needs
+
+        return Lines(self)
+
     def close(self) -> None:
         """Read no longer. The program goes on."""
         self._over = True
@@ -95,13 +105,15 @@ class Follow:
             try:
                 if self._items is None:
                     self._items = self._open()
-                item = self._items.next(OutputItem)
+                item = self._items.next(OutputItem, self.deadline)
                 self._tell(broken=False)
                 return item
             except Broken as error:
                 self._drop()
                 self._tell(broken=True)
                 self._again(self._retry, error)
+                if self.deadline is not None and time.monotonic() >= self.deadline:
+                    raise Late from None
             except Garbage as error:
                 self.close()
                 raise self._transport.garbage(error) from error

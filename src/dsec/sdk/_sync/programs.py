@@ -35,6 +35,8 @@ from dsec.sdk.keywords import explained
 if TYPE_CHECKING:
     from dsec.sdk._sync.attach import Attachment
     from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.lines import Lines
+    from dsec.sdk.lines import Line, Pattern
 
 _EMPTY: Final = codec.encode({})
 # How long one question for a program's end may stay open; then it is asked anew.
@@ -177,6 +179,7 @@ class Process:
         self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes/{codec.quote(program_id)}"
         self._input_offset = input_offset
         self._writer = Writer()
+        self._waited = (0, 0)  # where `wait_for` goes on in each stream
 
     @property
     def id(self) -> str:
@@ -226,6 +229,31 @@ class Process:
         `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
         """
         return Follow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
+
+    def lines(self, offsets: tuple[int, int] = (0, 0), *, lossy: bool = False) -> Lines:
+        """Both streams by whole lines as they come: an iterator of `Line`, a str with `stream`, `data` and `ending`.
+
+        A line comes once its newline is there, or the output has ended; one of more than 1 MiB comes in pieces. Each
+        call reads from the first byte that is kept (or from `offsets`), and takes nothing from another. Who keeps one
+        and does not read it holds the program back as soon as that is further than what is kept: `close()` it, or use
+        it as a context manager; with `lossy` it misses bytes instead.
+        """
+        return self.follow(offsets, lossy=lossy).lines()
+
+    def wait_for(self, pattern: Pattern, timeout_s: float | None = None) -> Line:
+        """The first line of its output that has the text `pattern`, or in which `re.compile(...)` finds something.
+
+        The next call with this handle goes on behind that line in its stream; what had come before is looked at, too.
+        ProgramEnded: it ended without such a line; DeadlineExceeded after `timeout_s`: it goes on. Both show the last
+        output. A prompt without a newline is no line: `attach` is for those.
+        """
+        from dsec.sdk._sync.lines import wait_for  # few need it, and what it needs
+
+        found = wait_for(self, pattern, timeout_s, self._waited)
+        first, second = self._waited
+        ends = (max(first, found.end), second) if found.stream == 1 else (first, max(second, found.end))
+        self._waited = ends
+        return found
 
     def attach(
         self,

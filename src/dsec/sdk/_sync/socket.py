@@ -36,8 +36,8 @@ class Socket:
         self._messages = websocket.Messages(from_client=False, max_bytes=_MESSAGE_MAX_BYTES)
         self._messages.feed(behind)
 
-    def next(self, to: type[OutputItem]) -> OutputItem:
-        """The next item. Broken: it is closed, or cut."""
+    def next(self, to: type[OutputItem], end: float | None = None) -> OutputItem:
+        """The next item. Broken: it is closed, or cut; Late: the time `end` has come."""
         while True:
             try:
                 message = self._messages.take()
@@ -47,7 +47,7 @@ class Socket:
             except websocket.ProtocolError as error:
                 raise Garbage(f"no WebSocket as it should be: {error}") from error
             if message is None:
-                data = self._transport.received(self._conn)
+                data = self._transport.received(self._conn, end)
                 if not data:
                     raise Broken("the connection was closed without a word")
                 self._messages.feed(data)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._sync.net import Conn, Pool, connect, sleep
-from dsec.sdk.http1 import Broken, Garbage, Head, Response, request
+from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, request
 from dsec.sdk.options import advice
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
@@ -26,6 +26,8 @@ T = TypeVar("T")
 _PROXY_STATUS: Final = (502, 503, 504)
 # How often a caller looks whether another's question for the server's health has been answered.
 _CHECK_POLL_S: Final = 0.05
+# What is there already is taken also by who is late: a time of 0 would ask nobody.
+_LATE_S: Final = 0.001
 
 
 class Answer:
@@ -48,8 +50,8 @@ class Answer:
         while self._response.head is None:
             self._more()
 
-    def piece(self) -> bytes:
-        """The next bytes of the body; empty: it is complete."""
+    def piece(self, end: float | None = None) -> bytes:
+        """The next bytes of the body; empty: it is complete. Late: the time `end` has come."""
         while True:
             data = self._response.take()
             if data:
@@ -57,7 +59,7 @@ class Answer:
             if self._response.done:
                 self._release()
                 return b""
-            self._more()
+            self._more(end)
 
     def read(self) -> bytes:
         """The whole body."""
@@ -90,8 +92,8 @@ class Answer:
         else:
             self._conn.close()
 
-    def _more(self) -> None:
-        self._response.feed(self._transport.received(self._conn))
+    def _more(self, end: float | None = None) -> None:
+        self._response.feed(self._transport.received(self._conn, end))
 
 
 class Items:
@@ -101,10 +103,10 @@ class Items:
         self._answer = answer
         self._items = codec.Items()
 
-    def next(self, to: type[T]) -> T:
-        """The next item. Broken: the stream was cut (it has a final item, after which nobody asks)."""
+    def next(self, to: type[T], end: float | None = None) -> T:
+        """The next item. Broken: the stream was cut (it has a final item, after which nobody asks); Late: at `end`."""
         while (raw := self._items.take()) is None:
-            data = self._answer.piece()
+            data = self._answer.piece(end)
             if not data:
                 raise Broken("the stream was cut before its final item")
             self._items.feed(data)
@@ -252,14 +254,19 @@ class Transport:
             raise Garbage("an answer to another WebSocket's handshake")
         return answer.switched()
 
-    def received(self, conn: Conn) -> bytes:
-        """The next bytes from the server. Broken or NodeUnreachable: there will be none."""
+    def received(self, conn: Conn, end: float | None = None) -> bytes:
+        """The next bytes from the server. Broken or NodeUnreachable: there will be none; Late: the time `end` came."""
         since = time.monotonic()
         while True:
+            patience_s = self.timing.patience_s
+            if end is not None:
+                patience_s = min(patience_s, max(end - time.monotonic(), _LATE_S))
             try:
-                data = conn.recv(self.timing.patience_s)
+                data = conn.recv(patience_s)
                 break
             except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    raise Late from None
                 self.check_alive()
                 if time.monotonic() - since > self.timing.reask_s:
                     raise Broken("silence, though the server is well") from None
