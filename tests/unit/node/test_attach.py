@@ -192,6 +192,7 @@ def test_signals_and_what_cannot_be_carried_out(serve):
         (control(resize={"rows": 0, "cols": 1}), 4400, "invalid_spec"),
         (control(signal=1000), 4400, "invalid_spec"),
         (control(eof=5), 4400, "invalid_spec"),
+        (control(locate=True, key="a\0b"), 4400, "invalid_spec"),
         (piece(1, b"x"), 4400, "invalid_spec"),
         (piece(0, bytes(WINDOW_BYTES + 1)), 4400, "invalid_spec"),
         ("text", websocket.UNSUPPORTED_DATA, None),

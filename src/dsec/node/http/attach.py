@@ -179,6 +179,8 @@ class Attachment(Reader):
 
     def _take_control(self, data: bytes) -> None:
         control = _decode_control(data, codec.JSON)
+        if control.key is not None:
+            ids.check_key(control.key, "key")
         if len(self._controls) + len(self._answers) >= _CONTROLS_MAX:
             raise InvalidSpec.field(
                 "message", f"more than {_CONTROLS_MAX} at once", "to wait for `done`, and to read it"
@@ -208,8 +210,7 @@ class Attachment(Reader):
         if control.resize is not None:
             await self.node.programs.resize(self.ref, self.id, control.resize)
         if control.signal is not None:
-            key = None if control.key is None else ids.check_key(control.key)
-            await self.node.kill(self.ref, self.id, control.signal or None, key)
+            await self.node.kill(self.ref, self.id, control.signal or None, control.key)
         if control.eof is not None and self._terminal:
             raise InvalidSpec.field("eof", control.eof, "no end for a terminal: send ^D (byte 4)")
         if not control.locate:
