@@ -156,7 +156,9 @@ class FilesMachine(RuleBasedStateMachine):
         after = self.tree.flat()
         untold = self.watching.missing(before, after, mark)
         changes = [(path, before.get(path), after.get(path)) for path in untold]
-        assert not untold, (changes, self.watching.since(mark), self.watching.broken, self.called)
+        # In full, which the assertion's own message is not.
+        print(*(("not told of", changes, self.watching.since(mark), self.called) if untold else ()), sep="\n", end="")
+        assert not untold, (untold, self.watching.broken)
 
     # Calls
 
