@@ -260,6 +260,15 @@ def test_a_key_appends_once(agent: Agent) -> None:
 
 
 @pytest.mark.same_everywhere
+def test_a_read_that_is_too_much_at_once_says_how_to_have_it(sbx: dsec.Sandbox, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("dsec.sdk.codec.REPLY_MAX_BYTES", 1 << 20)
+    sbx.files.write("/big", bytes((1 << 20) + 1))
+    with pytest.raises(dsec.InvalidSpec, match=r"at most 1 MiB at once; files.download\(\)"):
+        sbx.files.read("/big")
+    assert len(sbx.files.read("/big", length=1 << 20)) == 1 << 20
+    assert sbx.files.download("/big", tmp_path / "big").bytes == (1 << 20) + 1
+
+
 def test_many_threads_write_one_file(sbx: dsec.Sandbox) -> None:
     contents = [bytes([n]) * 10_000 for n in range(64)]
     threads = [threading.Thread(target=sbx.files.write, args=("/one", data)) for data in contents]

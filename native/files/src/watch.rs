@@ -9,7 +9,9 @@ use rustix::event::{poll, PollFd, PollFlags};
 use rustix::fs::inotify::{
     add_watch, init, remove_watch, CreateFlags, ReadFlags, Reader, WatchFlags,
 };
-use rustix::fs::{openat, statat, AtFlags, FileType, Mode, OFlags, CWD};
+use rustix::fs::{
+    fstat, openat, openat2, statat, AtFlags, FileType, Mode, OFlags, ResolveFlags, CWD,
+};
 use rustix::io::{ioctl_fionread, Errno};
 use serde::Serialize;
 use serde_bytes::ByteBuf;
@@ -540,11 +542,23 @@ impl Watch {
 
     /// What is at a path; of what kind may be unknown.
     ///
-    /// Of a file that has no name yet, or none any more, the kernel tells under one that it makes up or had.
+    /// Of a file that has no name yet, or none any more, the kernel tells under one that it makes up or had. What is
+    /// behind a link that has taken a directory's place is not what was watched.
     fn there(&self, path: &[u8]) -> Option<FileType> {
-        match statat(CWD, join(&self.root, path), AtFlags::SYMLINK_NOFOLLOW) {
+        let looked = openat(
+            CWD,
+            &self.root,
+            OFlags::PATH | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .and_then(|root| {
+            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            openat2(root, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
+        })
+        .and_then(fstat);
+        match looked {
             Ok(stat) => Some(kind_of(&stat)),
-            Err(Errno::NOENT | Errno::NOTDIR) => None,
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => None,
             Err(_) => Some(FileType::Unknown),
         }
     }

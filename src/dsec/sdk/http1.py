@@ -24,6 +24,10 @@ class Garbage(Exception):
     """What came back is not HTTP/1.1, or not what a dsec server says."""
 
 
+class TooMuch(Garbage):
+    """An answer that is larger than what is taken at once."""
+
+
 class Late(Exception):
     """The caller's own time is over; nothing is wrong with the connection."""
 

@@ -83,6 +83,29 @@ fn what_was_replaced_and_removed_at_once_is_removed() {
 }
 
 #[test]
+fn what_is_behind_a_link_in_a_directorys_place_is_not_told_of() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    for name in ["w", "w/b", "other"] {
+        std::fs::create_dir(dir.at(name)).unwrap();
+    }
+    for name in ["w/b/f", "other/f"] {
+        std::fs::write(dir.at(name), name).unwrap();
+    }
+    std::os::unix::fs::symlink(dir.at("other"), dir.at("link")).unwrap();
+    begin(&mut c, &dir.at("w"), true);
+    std::fs::rename(dir.at("w/b/f"), dir.at("f")).unwrap();
+    std::fs::rename(dir.at("w/b"), dir.at("b")).unwrap();
+    std::fs::rename(dir.at("link"), dir.at("w/b")).unwrap();
+    std::fs::write(dir.at("w/z"), b"").unwrap();
+    let seen = Seen::until(&mut c, &dir.at("w/z"), "created");
+    assert!(seen.has(&dir.at("w/b")), "{:?}", seen.0);
+    let f = dir.at("w/b/f");
+    let below = |(path, _): &&(Vec<u8>, String)| path == f.as_os_str().as_encoded_bytes();
+    let kinds: Vec<_> = seen.0.iter().filter(below).map(|(_, kind)| kind).collect();
+    assert!(kinds.iter().all(|kind| *kind == "deleted"), "{kinds:?}");
+}
+
+#[test]
 fn a_file_without_a_name_is_not_told_of() {
     let (mut c, dir) = (Client::new(), Dir::new());
     begin(&mut c, &dir.path, true);

@@ -15,7 +15,7 @@ from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
-from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.http1 import Broken, Garbage, TooMuch
 from dsec.sdk.keywords import explained
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ class AsyncFiles:
     async def read(
         self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
     ) -> bytes:
-        """The bytes of a regular file: all of them, or at most `length` from `offset` on."""
+        """The bytes of a regular file: all of them, or at most `length` from `offset` on.
+
+        InvalidSpec when these are more than 256 MiB: `download` takes any size.
+        """
         query = codec.query(path=_path(path), offset=offset or None, length=length, user=user)
         retry = AsyncRetry(self._transport)
         while True:
@@ -60,6 +63,9 @@ class AsyncFiles:
                     answer.close()
             except Broken as error:
                 await retry.after(error)
+            except TooMuch:
+                way = f"at most {codec.REPLY_MAX_BYTES >> 20} MiB at once; files.download() takes a file of any size"
+                raise InvalidSpec.field("length", "all of it" if length is None else length, way) from None
             except Garbage as error:
                 raise self._transport.garbage(error) from error
 

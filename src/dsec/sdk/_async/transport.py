@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._async.net import AsyncConn, AsyncPool, connect, sleep
-from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, request
+from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, TooMuch, request
 from dsec.sdk.options import advice
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
@@ -67,7 +67,7 @@ class AsyncAnswer:
             pieces.append(data)
             size += len(data)
             if size > codec.REPLY_MAX_BYTES:
-                raise Garbage(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
+                raise TooMuch(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def switched(self) -> tuple[AsyncConn, bytes]:

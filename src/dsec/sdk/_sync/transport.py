@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._sync.net import Conn, Pool, connect, sleep
-from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, request
+from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, TooMuch, request
 from dsec.sdk.options import advice
 from dsec.sdk.target import Target
 from dsec.sdk.timing import DEFAULT, Timing
@@ -69,7 +69,7 @@ class Answer:
             pieces.append(data)
             size += len(data)
             if size > codec.REPLY_MAX_BYTES:
-                raise Garbage(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
+                raise TooMuch(f"an answer of more than {codec.REPLY_MAX_BYTES} bytes")
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def switched(self) -> tuple[Conn, bytes]:
