@@ -11,6 +11,8 @@ use rustix::io::Errno;
 
 use crate::Without;
 
+/// What the names of copies that are not finished begin with.
+pub(crate) const TEMP_PREFIX: &[u8] = b".dsec-";
 /// Names that are taken are tried again so often.
 const TRIES: usize = 16;
 
@@ -51,7 +53,11 @@ pub(crate) fn fresh_name() -> Vec<u8> {
         .duration_since(UNIX_EPOCH)
         .map_or(0, |d| d.as_nanos() as u64);
     let pid = std::process::id();
-    format!(".dsec-{time:x}-{pid:x}-{count:x}").into_bytes()
+    [
+        TEMP_PREFIX,
+        format!("{time:x}-{pid:x}-{count:x}").as_bytes(),
+    ]
+    .concat()
 }
 
 fn with_fresh_name<T>(

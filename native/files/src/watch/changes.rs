@@ -6,6 +6,9 @@ use std::ops::Bound;
 use rustix::fs::FileType;
 use serde::Serialize;
 
+use crate::path::split;
+use crate::temp::TEMP_PREFIX;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
@@ -16,26 +19,29 @@ pub(super) enum Kind {
     Modified,
     Attributes,
     Deleted,
+    /// Made and gone within the window. It is told: whoever lists the directory meanwhile has seen it.
+    #[serde(rename = "deleted")]
+    Gone,
 }
 
-/// What two changes of one path, one after the other, come to. `None`: to nothing.
-fn coalesce(before: Option<Kind>, now: Kind) -> Option<Kind> {
-    Some(match (before, now) {
+/// What two changes of one path, one after the other, come to.
+fn coalesce(before: Option<Kind>, now: Kind) -> Kind {
+    match (before, now) {
         (None, now) => now,
-        (Some(Kind::Created), Kind::Deleted) => return None,
-        (Some(Kind::Created), _) => Kind::Created,
+        (Some(Kind::Created | Kind::Gone), Kind::Deleted) => Kind::Gone,
+        (Some(Kind::Gone), Kind::Placed) => Kind::Placed,
+        (Some(Kind::Created | Kind::Gone), _) => Kind::Created,
         // Another file of the same name.
         (Some(Kind::Deleted), Kind::Created | Kind::Placed) => Kind::Modified,
         (Some(_), Kind::Deleted) => Kind::Deleted,
         (Some(Kind::Placed), _) => Kind::Placed,
         (Some(Kind::Attributes), now) => now,
         (Some(before), _) => before,
-    })
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Story {
-    /// `None`: made and gone within the window.
     kind: Option<Kind>,
     /// Something was moved away from here. In an exchange what comes is told of first: only a look says what is there.
     look: bool,
@@ -46,14 +52,8 @@ struct Story {
 
 impl Story {
     fn then(mut self, now: Kind) -> Self {
-        let new = self.look && self.kind.is_none();
-        self.anew |= self.kind.is_none() && now == Kind::Placed;
-        self.kind = match now {
-            // Nobody was told of it yet.
-            Kind::Deleted if new => None,
-            Kind::Modified | Kind::Attributes if new => Some(Kind::Created),
-            now => coalesce(self.kind, now),
-        };
+        self.anew |= matches!(self.kind, None | Some(Kind::Gone)) && now == Kind::Placed;
+        self.kind = Some(coalesce(self.kind, now));
         if self.anew && self.kind == Some(Kind::Modified) {
             self.kind = Some(Kind::Placed);
         }
@@ -63,10 +63,10 @@ impl Story {
     /// What is told, when this is there.
     fn seen(self, there: Option<FileType>) -> Option<Kind> {
         match (self.kind, there) {
-            (None | Some(Kind::Created), None) => None,
-            (Some(_), None) => Some(Kind::Deleted),
+            (Some(Kind::Created | Kind::Gone), None) => Some(Kind::Gone),
+            (_, None) => Some(Kind::Deleted),
             (kind, Some(FileType::Unknown)) => kind,
-            (None, Some(_)) => Some(Kind::Created),
+            (None | Some(Kind::Gone), Some(_)) => Some(Kind::Created),
             (Some(Kind::Deleted | Kind::Modified), Some(FileType::Directory)) => Some(Kind::Placed),
             (Some(Kind::Deleted), Some(_)) if self.anew => Some(Kind::Placed),
             (Some(Kind::Deleted), Some(_)) => Some(Kind::Modified),
@@ -135,7 +135,9 @@ impl Changes {
             } else {
                 story.kind
             };
-            told.extend(kind.map(|kind| (path, kind)));
+            // Of a copy of ours that has its own name by now nobody wants to hear.
+            let ours = kind == Some(Kind::Gone) && split(&path).1.starts_with(TEMP_PREFIX);
+            told.extend(kind.filter(|_| !ours).map(|kind| (path, kind)));
         }
         self.bytes = 0;
         told
@@ -148,10 +150,8 @@ impl Changes {
     }
 
     fn put(&mut self, path: Vec<u8>, story: Story) {
-        if story.kind.is_some() || story.look {
-            self.bytes += path.len();
-            self.all.insert(path, story);
-        }
+        self.bytes += path.len();
+        self.all.insert(path, story);
     }
 }
 
@@ -168,13 +168,15 @@ pub(super) fn below<T>(all: &BTreeMap<Vec<u8>, T>, path: &[u8]) -> Vec<Vec<u8>> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Kind::{Attributes, Created, Deleted, Modified, Placed};
+    use Kind::{Attributes, Created, Deleted, Gone, Modified, Placed};
 
     #[test]
     fn changes_of_one_path_are_one() {
         for (all, one) in [
             (&[Created, Modified, Attributes][..], Some(Created)),
-            (&[Created, Deleted], None),
+            (&[Created, Deleted], Some(Gone)),
+            (&[Created, Deleted, Created], Some(Created)),
+            (&[Created, Deleted, Created, Deleted], Some(Gone)),
             (&[Deleted, Created], Some(Modified)),
             (&[Deleted, Created, Deleted], Some(Deleted)),
             (&[Attributes, Modified], Some(Modified)),
@@ -182,10 +184,11 @@ mod tests {
             (&[Modified, Deleted], Some(Deleted)),
             (&[Placed, Modified, Attributes], Some(Placed)),
             (&[Placed, Deleted], Some(Deleted)),
-            (&[Created, Placed, Deleted], None),
+            (&[Created, Placed, Deleted], Some(Gone)),
             (&[Deleted, Placed], Some(Modified)),
         ] {
-            let found = all.iter().fold(None, |before, now| coalesce(before, *now));
+            let fold = |before, now: &Kind| Some(coalesce(before, *now));
+            let found = all.iter().fold(None, fold);
             assert_eq!(found, one, "{all:?}");
         }
     }
@@ -195,14 +198,15 @@ mod tests {
     fn a_path_that_was_moved_from_is_told_of_by_what_is_there() {
         const AWAY: Option<Kind> = None;
         let (gone, made, placed) = (Some(Deleted), Some(Created), Some(Placed));
+        let passed = Some(Gone);
         let other = Some(Modified);
         for (all, told) in [
             (&[AWAY][..], [other, placed, gone]),
             (&[placed, AWAY], [placed, placed, gone]),
             (&[placed, AWAY, placed], [placed, placed, gone]),
-            (&[made, AWAY], [made, made, None]),
-            (&[made, AWAY, AWAY], [made, made, None]),
-            (&[made, AWAY, other], [made, made, None]),
+            (&[made, AWAY], [made, made, passed]),
+            (&[made, AWAY, AWAY], [made, made, passed]),
+            (&[made, AWAY, other], [made, made, passed]),
             (&[AWAY, placed], [other, placed, gone]),
             (&[AWAY, gone], [other, placed, gone]),
         ] {

@@ -79,7 +79,35 @@ fn what_was_replaced_and_removed_at_once_is_removed() {
     std::fs::rename(dir.at("new"), dir.at("old")).unwrap();
     std::fs::remove_file(dir.at("old")).unwrap();
     let seen = Seen::until(&mut c, &dir.at("old"), "deleted");
-    assert_eq!(seen.0.len(), 1, "{:?}", seen.0);
+    // The other name, too: whoever listed the directory meanwhile has seen it.
+    assert_eq!(seen.0.len(), 2, "{:?}", seen.0);
+    assert!(
+        seen.0.iter().all(|(_, kind)| kind == "deleted"),
+        "{:?}",
+        seen.0
+    );
+}
+
+#[test]
+fn what_is_listed_and_gone_at_once_is_told_of_and_our_own_copies_are_not() {
+    let (mut c, dir) = (Client::new(), Dir::new());
+    std::fs::write(dir.at("f"), b"").unwrap();
+    begin(&mut c, &dir.path, true);
+    std::fs::write(dir.at("passing"), b"").unwrap();
+    std::fs::remove_file(dir.at("passing")).unwrap();
+    Client::new().write(&dir.at("f"), b"replaced");
+    let seen = Seen::until(&mut c, &dir.at("passing"), "deleted");
+    let names: Vec<_> = seen
+        .0
+        .iter()
+        .map(|(path, kind)| (&path[..], &kind[..]))
+        .collect();
+    let (f, passing) = (dir.at("f"), dir.at("passing"));
+    let told = [
+        (f.as_os_str().as_encoded_bytes(), "created"),
+        (passing.as_os_str().as_encoded_bytes(), "deleted"),
+    ];
+    assert_eq!(names, told);
 }
 
 #[test]
