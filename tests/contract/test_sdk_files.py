@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,26 @@ def test_a_read_that_is_too_much_at_once_says_how_to_have_it(sbx: dsec.Sandbox, 
         sbx.files.read("/big")
     assert len(sbx.files.read("/big", length=1 << 20)) == 1 << 20
     assert sbx.files.download("/big", tmp_path / "big").bytes == (1 << 20) + 1
+
+
+def test_a_change_is_waited_for_so_long_and_a_watch_is_closed_from_another_thread(sbx: dsec.Sandbox) -> None:
+    sbx.files.mkdir("/watched")
+    with sbx.files.watch("/watched") as changes:
+        with pytest.raises(TimeoutError, match=r"nothing has changed within 0\.05 s"):
+            changes.next(timeout_s=0.05)
+        sbx.files.write("/watched/a", "1")
+        assert changes.next(timeout_s=60).path == "/watched/a"
+        with pytest.raises(dsec.InvalidSpec, match="timeout_s"):
+            changes.next(timeout_s="1")  # type: ignore[arg-type]  # what is refused
+        ended: list[object] = []
+        reader = threading.Thread(target=lambda: ended.extend([*changes, None]))
+        reader.start()
+        time.sleep(0.2)
+        changes.close()
+        reader.join(60)
+        assert ended[-1:] == [None]
+        with pytest.raises(dsec.InvalidState, match="has ended"):
+            changes.next(timeout_s=60)
 
 
 def test_many_threads_write_one_file(sbx: dsec.Sandbox) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from dsec.model.errors import FileError, InvalidSpec, InvalidState
+from dsec.model.errors import DeadlineExceeded, FileError, InvalidSpec, InvalidState
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
-from dsec.sdk.http1 import Broken, Garbage, TooMuch
+from dsec.sdk.http1 import Broken, Garbage, Late, TooMuch
 from dsec.sdk.keywords import explained
+from dsec.sdk.lines import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
@@ -285,28 +287,47 @@ class AsyncWatch:
         self.close()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Watch no longer; whoever waits for a change, in another thread too, is told that it has ended."""
         self._over = True
         if self._items is not None:
             self._items.close()
 
     async def __aiter__(self) -> AsyncIterator[FileEvent]:
         """Each change. `overflow` says that some were missed, also while the connection was broken."""
+        while (event := await self._event(None)) is not None:
+            yield event
+
+    async def next(self, timeout_s: float | None = None) -> FileEvent:
+        """The next change. DeadlineExceeded (a TimeoutError): none came within `timeout_s` seconds, and the watch goes
+        on; a connection that is broken is made again first. InvalidState: the watch has ended, or what was watched.
+        """
+        end = None if (wait_s := seconds(timeout_s)) is None else time.monotonic() + wait_s
+        try:
+            event = await self._event(end)
+        except Late:
+            raise DeadlineExceeded(f"nothing has changed within {timeout_s:g} s") from None
+        if event is None:
+            raise InvalidState("the watch has ended: it was closed, or what was watched is gone")
+        return event
+
+    async def _event(self, end: float | None) -> FileEvent | None:
+        """None: there will be none any more. Late: the time `end` has come."""
         if not self._entered:
             raise InvalidState("files.watch: use it as `with sbx.files.watch(...) as changes:`")
         while not self._over:
             if self._items is None:
                 await self._connect(AsyncRetry(self._transport))
-                yield FileEvent(kind="overflow")
-            event = await self._next()
+                return FileEvent(kind="overflow")
+            event = await self._next(end)
             if event is not None:
-                yield event
+                return event
+        return None
 
-    async def _next(self) -> FileEvent | None:
+    async def _next(self, end: float | None) -> FileEvent | None:
         if self._items is None:
             return None
         try:
-            item = await self._items.next(codec.WatchItem)
+            item = await self._items.next(codec.WatchItem, end)
         except Broken:
             self._items = None
             return None
@@ -328,8 +349,12 @@ class AsyncWatch:
                         raise item.error.error()
                     item = await items.next(codec.WatchItem)
                 self._items = items
+                if self._over:  # closed meanwhile, by another thread
+                    items.close()
                 return
             except Broken as error:
+                if self._over:
+                    return
                 await retry.after(error)
             except Garbage as error:
                 raise self._transport.garbage(error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -36,6 +37,7 @@ class _Socket(Protocol):
     def recv(self, size: int, /) -> bytes: ...
     def settimeout(self, value: float | None, /) -> None: ...
     def fileno(self) -> int: ...
+    def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
 
 
@@ -80,7 +82,10 @@ class Conn:
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of it; a thread that waits for it is told of its end. A parent process keeps its own."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(OSError):  # it is closed already, or by the other side
+                self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
