@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,27 @@ def test_an_agent_with_another_state_is_refused_and_ends_nothing(home: Home, tmp
     home.dsec("up")
     assert home.client().get("lives").run("cat /f").stdout == "kept\n"
     home.dsec("stop", "lives")
+
+
+@pytest.mark.same_everywhere
+def test_an_agent_whose_state_is_not_there_is_refused_and_ends_nothing(home: Home) -> None:
+    """As on a machine that has not mounted its disk."""
+    home.client().create(base=BASE, memory_mib=64, name="lives").run("echo kept >/f", check=True)
+    home.dsec("down")
+    state, away = home.place.state_dir, home.place.state_dir.with_name("away")
+    state.rename(away)
+    assert "is a disk not mounted there" in home.dsec_says("up", code=1)
+    shutil.rmtree(state)  # which was made anew
+    away.rename(state)
+    home.dsec("up")
+    assert home.client().get("lives").run("cat /f").stdout == "kept\n"
+    home.dsec("down")
+    state.rename(away)
+    assert b"the runtime has stopped" in home.dsec("down", "--stop-all")
+    shutil.rmtree(state)
+    away.rename(state)
+    home.dsec("up")
+    assert list(home.client().list()) == []
 
 
 @pytest.mark.same_everywhere

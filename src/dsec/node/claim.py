@@ -16,12 +16,15 @@ from dsec.node.store import write_whole
 
 # In the run directory: the state directory and the cgroup of the node that was here last, a line each.
 PLACES: Final = "node.places"
+# In the state directory, before anything lives: the run directory of the node that uses it, and locked by its agent.
+LOCK: Final = "node.lock"
 
 
 def check_run_dir(config: NodeConfig, mount: Path | None) -> None:
-    """Raises Conflict when what lives in this run directory belongs to another state directory.
+    """Raises Conflict when what lives in this run directory belongs to another state directory, or to none any more.
 
-    A node ends what lives there and has no row in its state: over another state that is every sandbox. A living
+    A node ends what lives there and has no row in its state: over another state, or where the disk with it is not
+    mounted, that is every sandbox. A living
     keeper's own command line says whose it is; of one that has died, what the agent before us noted. `mount` is where
     cgroup v2 is.
     """
@@ -42,6 +45,13 @@ def check_run_dir(config: NodeConfig, mount: Path | None) -> None:
             f"{lives} belongs to the node in {config.run_dir} with its state in {has}, and its sandboxes would end "
             f"under one with {config.state_dir}; start that one (DSEC_RUN_DIR={config.run_dir} DSEC_STATE_DIR={has} "
             f"dsec up){end}, or give this one a run directory of its own by DSEC_RUN_DIR",
+            detail={"run_dir": str(config.run_dir), "owner": str(has), "state_dir": str(config.state_dir)},
+        )
+    if keeper is not None and not (config.state_dir / LOCK).exists():
+        raise Conflict(
+            f"the runtime in {config.run_dir} lives, its node's state is not in {config.state_dir} any more, and the "
+            "sandboxes would end: is a disk not mounted there? If it was removed for good, end them: "
+            f"DSEC_RUN_DIR={config.run_dir} dsec down --stop-all",
             detail={"run_dir": str(config.run_dir), "owner": str(has), "state_dir": str(config.state_dir)},
         )
 
@@ -84,7 +94,7 @@ def own_state(config: NodeConfig) -> Iterator[None]:
 
     Two agents over one state would each take the other's sandboxes for lost, also when only the other's sandboxes live.
     """
-    path = config.state_dir / "node.lock"
+    path = config.state_dir / LOCK
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         owner = os.fsdecode(os.pread(fd, 4096, 0).strip())

@@ -51,6 +51,12 @@ def test_a_run_directory_whose_runtime_lives_is_kept_for_its_state(tmp_path: Pat
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as keeper:
         assert keeper.stdout is not None and keeper.stdout.readline() == b"\n"
         (tmp_path / "keeper.pid").write_text(f"{keeper.pid}\n{proc.start_time(keeper.pid)}\nabc\n")
+        with pytest.raises(Conflict, match="is a disk not mounted there") as caught:
+            check_run_dir(NodeConfig(run_dir=tmp_path, state_dir=has), None)
+        assert caught.value.message.endswith(
+            f"removed for good, end them: DSEC_RUN_DIR={tmp_path} dsec down --stop-all"
+        )
+        (has / "node.lock").touch()
         for name in ("has", "same"):
             check_run_dir(NodeConfig(run_dir=tmp_path, state_dir=tmp_path / name), None)
         with pytest.raises(Conflict) as caught:

@@ -307,10 +307,15 @@ def _agent_for_what_lives(args: argparse.Namespace, run_dir: Path) -> int | None
     if keeper is None:
         return None
     _require_node()
+    from dsec.node.claim import LOCK
+
     options = options_of(keeper.pid)
     state_dir = Path(options.get("--state-dir", _state_dir(args)))
     cgroup = ["--cgroup", options["--cgroup"]] if "--cgroup" in options else []
     places = ["--run-dir", str(run_dir), "--state-dir", str(state_dir), *cgroup]
+    # All are to end: also those whose state is not there any more, for which an agent is refused else.
+    state_dir.mkdir(parents=True, exist_ok=True)
+    (state_dir / LOCK).touch()
     starting = _Starting([sys.executable, "-m", "dsec.node", *places], state_dir)
     _await(starting, run_dir, args.timeout_s)
     return starting.process.pid
