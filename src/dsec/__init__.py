@@ -197,7 +197,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in __all__:
-        raise AttributeError(f"module 'dsec' has no attribute {name!r}")
+        from dsec.model.words import of_module
+
+        hint = "" if name.startswith("_") else of_module(name, __all__)
+        raise AttributeError(f"module 'dsec' has no attribute {name!r}{hint}")
     value = getattr(import_module(_HOME.get(name, "dsec.model.errors")), name)
     globals()[name] = value
     return value

@@ -95,6 +95,20 @@ def test_a_directory_of_the_configuration_that_is_not_there_is_refused_at_once(h
         client.get("no-repo").run("true")
 
 
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("image", "dsec layer import tar:ROOT.tar NAME"),
+        ("memory_mib", "it stands in spec: spec={'memory_mib': ...}"),
+        ("executable", "which has spec, url, cwd, env, timeout, interpreter"),
+    ],
+)
+def test_what_another_environment_has_is_told(home: Home, field: str, told: str) -> None:
+    with pytest.raises(dsec.InvalidSpec) as caught:
+        made(home, **{field: "python:3.12"})
+    assert told in str(caught.value) and caught.value.detail["field"] == field
+
+
 def test_what_an_agent_does_to_its_sandbox_does_not_end_the_run(home: Home) -> None:
     """No process is left for `uname`, and then no shell: what templates ask for is known, a command has an answer."""
     environment = made(home, spec={"base": "debian:12", "pids": 16})

@@ -205,6 +205,12 @@ def test_what_is_there_is_replaced_unless_it_is_not_to_be(sbx: dsec.Sandbox, tmp
         sbx.files.upload(tmp_path / "tree", "/srv/x", replace="no")  # type: ignore[arg-type]  # as a caller may
 
 
+def test_a_directory_whose_parent_is_missing_says_how_it_is_made(sbx: dsec.Sandbox) -> None:
+    with pytest.raises(dsec.FileNotFound, match=r"mkdir\(path, parents=True\) makes that, too"):
+        sbx.files.mkdir("/none/such")
+    sbx.files.mkdir("/none/such", parents=True)
+
+
 def test_a_directory_that_is_uploaded_has_its_own_mode(sbx: dsec.Sandbox, tmp_path: Path) -> None:
     (tmp_path / "top").mkdir()
     (tmp_path / "top").chmod(0o700)

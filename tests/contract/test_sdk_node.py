@@ -48,6 +48,7 @@ def test_create_run_stop(client: dsec.Client) -> None:
         assert sbx.set_labels({"n": "1"}).labels == {"n": "1"}
         assert (sbx.extend(600).expires_at or 0) > time.time()
         assert sbx.usage().cpu_user_s >= 0
+        assert (sbx.info().spec.base, sbx.info().spec.memory_mib) == ("debian:12", 64)  # also what nobody has given
     assert client.get(sbx.id).state == "stopped"
     with pytest.raises(dsec.SandboxLost):
         sbx.run("true")

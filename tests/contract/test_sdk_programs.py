@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -271,6 +272,32 @@ def test_a_time_that_is_over_and_a_signal(sbx: dsec.Sandbox) -> None:
         pass
     assert killed.wait().cause == "killed"
     assert sbx.spawn(["sleep", "1000"], timeout_s=0.1).wait().cause == "timeout"
+
+
+def test_a_directory_is_a_path_too(sbx: dsec.Sandbox) -> None:
+    assert sbx.run("pwd", cwd=Path("/tmp")).stdout == sbx.spawn("pwd", cwd=Path("/tmp")).wait().stdout == "/tmp\n"
+    with sbx._client.create(disk_mib=64, cwd=Path("/tmp")) as other:
+        assert other.run("pwd").stdout == "/tmp\n"
+        assert other.info().spec.cwd == "/tmp"
+
+
+def test_what_is_entered_need_not_be_awaited(sbx: dsec.Sandbox, url: str) -> None:
+    async def body() -> None:
+        async with dsec.AsyncClient(url) as client:
+            async with client.create(disk_mib=64) as made, made.spawn(["cat"]) as process:
+                assert made.state == "running"
+            assert (await made.info()).state == "stopped"
+            with pytest.raises(dsec.NotFound):
+                async with client.get("none"):
+                    pass
+            task = asyncio.create_task(client.create(disk_mib=64))
+            async with await task as second, asyncio.TaskGroup() as group:
+                process = await group.create_task(second.spawn("echo up; sleep 1000"))
+                (line,) = await asyncio.gather(process.wait_for("up", timeout_s=60))
+                assert line == "up"
+            assert second.id != made.id
+
+    asyncio.run(body())
 
 
 def test_the_command_streams_lists_and_shows_again(sbx: dsec.Sandbox, url: str) -> None:

@@ -8,8 +8,9 @@ environment:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from minisweagent.exceptions import Submitted
@@ -21,6 +22,12 @@ __all__ = ["DsecEnvironment", "DsecEnvironmentConfig"]
 _SUBMIT: Final = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 # The framework shows a model one output: both streams, in the order they were written.
 _ONE_STREAM: Final = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh"]
+# As the framework's other environments have it.
+_IMAGES: Final = ("image", "docker_image", "container_image")
+_NO_IMAGE: Final = (
+    'no image is pulled: spec={"base": NAME} or spec={"workspace": NAME} names a layer of the node, and '
+    "`docker export` with `dsec layer import tar:ROOT.tar NAME` makes one of an image"
+)
 # What the framework's own templates ask for, by the names of Python's platform.uname().
 _UNAME: Final = {"system": "-s", "node": "-n", "release": "-r", "version": "-v", "machine": "-m"}
 
@@ -40,8 +47,9 @@ class DsecEnvironmentConfig:
 class DsecEnvironment:
     """One sandbox, from its making to `cleanup`, or to the end of this object or of the process."""
 
-    def __init__(self, **fields: Any) -> None:
-        self.config = DsecEnvironmentConfig(**fields)
+    def __init__(self, **given: Any) -> None:
+        _check(given)
+        self.config = DsecEnvironmentConfig(**given)
         self.sandbox = dsec.Client(self.config.url).create(**self.config.spec)
         # The framework's programs never call `cleanup`.
         self._stop = weakref.finalize(self, _stop, self.sandbox)
@@ -89,6 +97,20 @@ class DsecEnvironment:
     def cleanup(self) -> None:
         """Stop the sandbox. Can be repeated."""
         self._stop()
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raises InvalidSpec for what the configuration does not have; that of another environment may have more."""
+    known = [one.name for one in fields(DsecEnvironmentConfig)]
+    for name in given:
+        if name in known:
+            continue
+        text = f"{name}: no field of the configuration of {DsecEnvironment.__name__}, which has {', '.join(known)}"
+        if name in _IMAGES:
+            text += f"; {_NO_IMAGE}"
+        elif name in dsec.Spec.__struct_fields__:
+            text += f"; it stands in spec: spec={{{name!r}: ...}}"
+        raise dsec.InvalidSpec(text, detail={"field": name})
 
 
 def _uname(sandbox: dsec.Sandbox) -> dict[str, str]:

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dsec.cli.words import meant_command
 
         hint = _late(args) or meant_command(args[0]) or _meant(args[0], COMMANDS)
-        note(f"dsec: no command {args[0]!r}{hint}\n\n{_usage()}")
+        # The last thing on the screen is what is wrong.
+        note(f"{_usage()}\n\ndsec: no command {args[0]!r}{hint}")
         return EXIT_USAGE
     return _guarded(args[0], args[1:])
 

@@ -194,6 +194,53 @@ _METHODS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
+_CLIENT: Final = "dsec.{}Client()"
+_MAKES: Final = {"Sandbox": f"{_CLIENT}.create(...)", "Process": "sbx.spawn(...)", "Session": "sbx.session(...)"}
+# What others ask of the class of a sandbox, and what a client does.
+_OF_CLASS: Final = {
+    **dict.fromkeys(("create", "new", "start", "run", "launch", "create_async"), "create(...) makes one"),
+    **dict.fromkeys(("get", "connect", "from_id", "from_name", "attach", "resume"), "get(id_or_name) finds one"),
+    **dict.fromkeys(("list", "list_all"), "list() gives those that are alive"),
+}
+# What is said of an argument that is missing, of a method.
+_WITHOUT: Final = {
+    (
+        "upload",
+        "target",
+    ): "; source is a path of this machine, target one of the sandbox (write(path, data) writes bytes)",
+    (
+        "download",
+        "target",
+    ): "; source is a path of the sandbox, target one of this machine (read(path) gives the bytes)",
+}
+
+
+def of_class(name: str, cls: str) -> str:
+    """What to say behind an attribute that a class has not."""
+    found = _OF_CLASS.get(name)
+    return f"; {_CLIENT.format('Async' if cls.startswith('Async') else '')}.{found}" if found else ""
+
+
+def of_module(name: str, known: Collection[str]) -> str:
+    """What to say behind a name that the package has not."""
+    if name in ("create", "get", "list", "create_many", "job", "layers", "node", "capabilities"):
+        return f"; a client has it: dsec.Client().{name}"
+    by_lower = {other.lower(): other for other in known}
+    return f"; did you mean {by_lower[name.lower()]}?" if name.lower() in by_lower else meant(name, known)
+
+
+def makes(cls: str) -> str:
+    """What to say to who calls a class himself; empty: that is as it is done, or no class."""
+    kind = "Async" if cls.startswith("Async") else ""
+    found = _MAKES.get(cls.removeprefix("Async"))
+    return f"; {found.format(kind)} makes one" if found else ""
+
+
+def without(method: str, argument: str) -> str:
+    """What to say of an argument that is missing, beyond that it is."""
+    return _WITHOUT.get((method, argument), "")
+
+
 def way(name: str, known: Collection[str]) -> str:
     """What to say behind an attribute that is not there: how ours is called, or nothing."""
     found = next((text for ours, text in _METHODS.get(name, ()) if ours in known), None)

@@ -29,7 +29,7 @@ from dsec.node import plan as plans
 from dsec.node.admission import Need
 from dsec.node.box import Box
 from dsec.node.core import NODE_SCOPE, Core, encode, value_of
-from dsec.node.layers import check_once, check_role, field_of, wanted
+from dsec.node.layers import check_once, check_role, field_of, wanted, with_base
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.steps import BEGUN, Answer, conflict, content_hash
 
@@ -163,7 +163,7 @@ class Creation:
             node=core.node,
             state="creating",
             backend=spec.backend,
-            spec=spec,
+            spec=with_base(spec),
             layers=tuple(refs),
             name=spec.name,
             job=spec.job,

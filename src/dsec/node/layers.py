@@ -65,6 +65,12 @@ class Layers(Protocol):
         ...
 
 
+def with_base(spec: Spec) -> Spec:
+    """As it is told to who asks: with the base it has."""
+    sources = (spec.image, spec.base, spec.environment, spec.snapshot)
+    return spec if any(source is not None for source in sources) else msgspec.structs.replace(spec, base=DEFAULT_BASE)
+
+
 def wanted(spec: Spec) -> list[tuple[str, Role]]:
     """References and roles of the layers a spec asks for, base first."""
     refs: list[tuple[str, Role]] = [(spec.base or DEFAULT_BASE, "base")]

@@ -6,18 +6,72 @@ is there. Signatures stay as they are written: the class decorator changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from functools import wraps
 from types import FunctionType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from dsec.model.errors import InvalidSpec, no_attribute
 
 T = TypeVar("T")
+E = TypeVar("E", bound="Enters")
 
 # As in `inspect`, which takes longer to import than a local call.
 _COROUTINE: Final = 0x80
 _ANY_KEYWORD: Final = 0x08
+
+
+class Enters(Protocol):
+    """What `async with` takes."""
+
+    async def __aenter__(self) -> Any: ...
+    async def __aexit__(self, *error: Any) -> bool | None: ...
+
+
+class Awaited(Coroutine[Any, Any, E]):
+    """What an async call returns whose result is entered: awaited it gives that, and `async with` awaits it itself."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, E]) -> None:
+        self._coroutine = coroutine
+        self._result: E | None = None
+
+    # A coroutine as any other, also for `asyncio.create_task`.
+
+    def send(self, value: Any) -> Any:
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, E]:
+        return self._coroutine.__await__()
+
+    async def __aenter__(self) -> E:
+        self._result = result = await self._coroutine
+        await result.__aenter__()
+        return result
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        assert self._result is not None, "was entered"
+        return await self._result.__aexit__(*error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        call = getattr(self._coroutine, "__name__", "call") if name != "_coroutine" else "call"
+        text = f"{call}() was not awaited, and has no attribute {name!r}; `await {call}(...)` gives what has"
+        raise AttributeError(text, name=name, obj=self)
+
+
+class Made(type):
+    """Of a class of which a client makes the objects: who asks the class itself is told so."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        from dsec.model.words import of_class
+
+        text = f"type object {cls.__name__!r} has no attribute {name!r}"
+        raise AttributeError(text + ("" if name.startswith("_") else of_class(name, cls.__name__)), name=name, obj=cls)
 
 
 class WrongArgument(InvalidSpec, TypeError):
@@ -62,7 +116,14 @@ def _explained(function: FunctionType, name: str) -> Callable[..., Any]:
                 raise
             return await made
 
-        return waiting
+        if not getattr(function, "entered", False):
+            return waiting
+
+        @wraps(function)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            return Awaited(waiting(*args, **kwargs))
+
+        return entered
 
     @wraps(function)
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -93,10 +154,10 @@ def _wrong(
         first = code.co_varnames[len(args)]
         return WrongArgument(f"{name}() lacks {first}, which stands first, without a name", detail={"field": first})
     if unknown is not None:
-        from dsec.model.words import meant
+        from dsec.model.words import makes, meant
 
         has = f"it has {', '.join((*placed, *named))}" if placed or named else "it has none"
-        text = f"{name}() has no argument {unknown}{meant(unknown, (*placed, *named))} ({has})"
+        text = f"{name}() has no argument {unknown}{meant(unknown, (*placed, *named))} ({has}){makes(name)}"
         return WrongArgument(text, detail={"field": unknown})
     if len(args) > code.co_argcount:
         text = f"{name}() has {len(args) - 1} arguments without a name, and takes {', '.join(placed) or 'none'} so"
@@ -105,4 +166,17 @@ def _wrong(
         if placed == ("command",):
             text += "; a program and its arguments are one list"
         return WrongArgument(text, detail={"field": placed[-1] if placed else None})
-    return None
+    return _lacks(function, name, placed, len(args) - 1, kwargs)
+
+
+def _lacks(
+    function: FunctionType, name: str, placed: tuple[str, ...], given: int, kwargs: dict[str, Any]
+) -> WrongArgument | None:
+    """What is missing, where there is more to say than that."""
+    from dsec.model.words import makes, without
+
+    needed = placed[: len(placed) - len(function.__defaults__ or ())]
+    lacking = next((word for word in needed[given:] if word not in kwargs), None)
+    if lacking is None or not (hint := makes(name) or without(name, lacking)):
+        return None
+    return WrongArgument(f"{name}() lacks {lacking}{hint}", detail={"field": lacking})

@@ -8,12 +8,13 @@ from typing import Final
 import msgspec
 
 from dsec.model import limits
+from dsec.model.convert import USER, check_pair
 from dsec.model.errors import Conflict, InvalidSpec
 from dsec.model.processes import CommandSpec, InputState, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
 from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
 from dsec.sdk.codec import ErrorBody
-from dsec.sdk.values import Command, escaped, make_run
+from dsec.sdk.values import Command, Path, escaped, make_run, remote, variables
 
 # In the SDK the handles are called Process and Session; what a node says of one is its info.
 ProcessInfo = Process
@@ -68,7 +69,7 @@ class OutputItem(msgspec.Struct):
 def make_spawn(
     command: Command,
     *,
-    cwd: str | None,
+    cwd: Path | None,
     env: Mapping[str, str] | None,
     user: str | None,
     stdin: bool,
@@ -87,7 +88,7 @@ def make_spawn(
     return SpawnSpec(
         command=run.command,
         argv=run.argv,
-        cwd=cwd,
+        cwd=run.cwd,
         env=run.env,
         user=user,
         timeout_s=timeout_s,
@@ -115,13 +116,20 @@ def make_command(command: Command, *, stdin: str | bytes | None, timeout_s: floa
 
 
 def make_session(
-    *, shell: str | None, cwd: str | None, env: Mapping[str, str] | None, user: str | None, keepalive: bool
+    *, shell: Path | None, cwd: Path | None, env: Mapping[str, str] | None, user: str | None, keepalive: bool
 ) -> SessionSpec:
     """The checked SessionSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
-    for name, value in (("shell", shell), ("cwd", cwd), ("user", user)):
+    shell, cwd, given = remote(shell), remote(cwd), variables(env)
+    for name, item in given.items():
+        check_pair("env", name, item)
+    for name, value, allowed in (
+        ("shell", shell, "a str or a path"),
+        ("cwd", cwd, "a str or a path"),
+        ("user", user, USER),
+    ):
         if value is not None and not isinstance(value, str):
-            raise InvalidSpec.field(name, value, "a str")
-    return SessionSpec(shell=shell, cwd=cwd, env=dict(env or {}), user=user, keepalive=keepalive).check()
+            raise InvalidSpec.field(name, value, allowed)
+    return SessionSpec(shell=shell, cwd=cwd, env=given, user=user, keepalive=keepalive).check()
 
 
 def _terminal(tty: TerminalSize) -> Terminal | None:

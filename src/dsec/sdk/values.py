@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from dsec.model import limits
+from dsec.model.convert import USER, check_pair
 from dsec.model.errors import CommandFailed, CreateFailed, DsecError, InvalidSpec
 from dsec.model.specs import RunSpec, Spec, os_bytes
 from dsec.model.states import RunResult, State
+from dsec.sdk.keywords import WrongArgument
 
+Path = str | os.PathLike[str]
 Command = str | Sequence[str | bytes | os.PathLike[str]]
 OnOutput = Callable[[int, bytes], Any]
 States = State | Sequence[State] | Literal["any"]
@@ -40,7 +43,7 @@ class ManyFields(TypedDict, total=False):
     network: Mapping[str, Any]
     qos: Literal["best_effort", "latency"]
     env: Mapping[str, str]
-    cwd: str | None
+    cwd: Path | None
     user: str | None
     hostname: str | None
     no_new_privs: bool
@@ -104,7 +107,7 @@ def _asdict(spec: Spec) -> dict[str, Any]:
 def make_run(
     command: Command,
     *,
-    cwd: str | None,
+    cwd: Path | None,
     env: Mapping[str, str] | None,
     user: str | None,
     stdin: str | bytes | bytearray | memoryview | None,
@@ -114,9 +117,36 @@ def make_run(
     shell, argv = _arguments(command)
     if stdin is not None and not isinstance(stdin, bytes):
         stdin = os_bytes("stdin", stdin) if isinstance(stdin, str) else _bytes(stdin)
-    spec = RunSpec(command=shell, argv=argv, cwd=cwd, env=dict(env or {}), user=user, stdin=stdin, timeout_s=timeout_s)
+    where, env = remote(cwd), variables(env)
+    spec = RunSpec(command=shell, argv=argv, cwd=where, env=env, user=user, stdin=stdin, timeout_s=timeout_s)
     _check_types(spec)
     return spec.check()
+
+
+def remote(path: Path | None) -> str | None:
+    """A path of the sandbox as text; what is no path stays as it is, and is refused by who looks at it."""
+    return os.fsdecode(path) if isinstance(path, os.PathLike) else path
+
+
+def path_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
+    """A path of the sandbox as its kernel takes it. Raises InvalidSpec for what is none."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise WrongArgument.field("path", path, "a path of the sandbox: str, bytes or a Path")
+    return os.fsencode(path)
+
+
+def variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Variables as a dict. Raises InvalidSpec for what is no mapping."""
+    if env is not None and not isinstance(env, Mapping):
+        text = f'env is of the type {type(env).__name__}; allowed: a dict, as {{"NAME": "value"}}'
+        raise InvalidSpec(text, detail={"field": "env"})
+    return dict(env or {})
+
+
+def check_id(field: str, value: object, of: str) -> None:
+    """Raises InvalidSpec unless it may be the id of something in a sandbox."""
+    if not isinstance(value, str) or not value:
+        raise InvalidSpec.field(field, value, f"an id, which is a str, as {of}")
 
 
 def _bytes(value: object) -> bytes:
@@ -132,9 +162,10 @@ def _check_types(spec: RunSpec) -> None:
         "user": spec.user is not None and not isinstance(spec.user, str),
         "timeout_s": spec.timeout_s is not None
         and (isinstance(spec.timeout_s, bool) or not isinstance(spec.timeout_s, int | float)),
-        "env": not all(isinstance(k, str) and isinstance(v, str) for k, v in spec.env.items()),
     }
-    allowed = {"cwd": "a str", "user": "a str", "timeout_s": "a number of seconds", "env": "a mapping of str to str"}
+    allowed = {"cwd": "a str or a path", "user": USER, "timeout_s": "a number of seconds"}
+    for name, value in spec.env.items():
+        check_pair("env", name, value)
     for name, bad in wrong.items():
         if bad:
             raise InvalidSpec.field(name, getattr(spec, name), allowed[name])

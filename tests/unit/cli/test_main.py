@@ -139,6 +139,15 @@ def test_what_there_is_instead_is_said(line: str, told: str, capsys: pytest.Capt
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["kill x", "nonsense", "--name x run", "run --memory 5 true", "exec --bogus x y"])
+def test_what_is_wrong_is_the_last_thing_on_the_screen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        assert main(line.split()) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("usage: dsec") and line.split(maxsplit=1)[0] in lines[-1] and ": " in lines[-1]
+    assert [line for line in lines if "error:" in line or "no command" in line] == lines[-1:]
+
+
 def test_no_word_of_another_tool_is_one_of_ours() -> None:
     assert not COMMANDS.keys() & COMMANDS_ELSEWHERE.keys()
     assert {words.split()[1] for words in COMMANDS_ELSEWHERE.values()} <= {*COMMANDS, "--version"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from dsec.model.specs import RunSpec, Spec
         (Spec, {"memory_mb": 5}, "memory_mb", "did you mean memory_mib?"),
         (RunSpec, {"timeout": 5}, "timeout", "did you mean timeout_s?"),
         (Spec, {"backend": "foo"}, "backend", "allowed: container, microvm, vm, fncall"),
-        (Spec, {"cpu": "1"}, "cpu", "Expected `float`"),
+        (Spec, {"cpu": "1"}, "cpu", "cpu='1' is not allowed; allowed: a number of cores"),
     ],
 )
 def test_a_wrong_field_says_what_could_be_meant(
@@ -36,17 +37,43 @@ def test_a_wrong_field_says_what_could_be_meant(
     [
         ({"timeout": 3}, "timeout", "did you mean lifetime_s?"),
         ({"memory": 5}, "memory", "did you mean memory_mib?"),
-        ({"memory_mib": "64"}, "memory_mib", "Expected `int`, got `str`"),
-        ({"env": {"A": 1}}, "env", "Expected `str`, got `int`"),
-        ({"cpu": True}, "cpu", "Expected `float`, got `bool`"),
+        ({"memory_mib": "64"}, "memory_mib", "memory_mib='64' is not allowed; allowed: a whole number of MiB"),
+        ({"env": {"A": 1}}, "env", "env: the value of 'A' is of the type int; allowed: str"),
+        ({"labels": {5: "a"}}, "labels", "labels=5 is not allowed; allowed: names that are str, not int"),
+        ({"env": ["A=1"]}, "env", 'env is of the type list; allowed: a dict, as {"name": "value"}'),
+        ({"env": "A=1"}, "env", "env is of the type str;"),
+        ({"env": None}, "env", "env=None is not allowed"),
+        ({"cpu": True}, "cpu", "cpu=True is not allowed; allowed: a number of cores"),
+        (
+            {"idle_timeout_s": "1h"},
+            "idle_timeout_s",
+            "idle_timeout_s='1h' is not allowed; allowed: a number of seconds or None",
+        ),
+        ({"toolkits": "x@1"}, "toolkits", "allowed: a list of str"),
+        ({"base": 5}, "base", "base=5 is not allowed; allowed: a str or None"),
+        ({"no_new_privs": "y"}, "no_new_privs", "allowed: True or False"),
+        ({"user": 1000}, "user", 'user=1000 is not allowed; allowed: a str: a name, or a number as "1000"'),
+        ({"network": ["pypi"]}, "network", 'network is of the type list; allowed: a dict ({"pypi": True}); by default'),
+        (
+            {"network": {"pypi": True, 5: True}},
+            "network",
+            "network=5 is not allowed; allowed: names that are str, not int",
+        ),
+        ({"nonsense": 5}, "nonsense", "Spec has no field nonsense"),
+        ({"cwd": Path("relative")}, "cwd", "cwd='relative' is not allowed; allowed: an absolute path"),
+        ({"cwd": Path("/tmp"), "cpu": "1"}, "cpu", "a number of cores"),
         ({"backend": "foo"}, "backend", "allowed: container"),
     ],
 )
 def test_a_spec_is_looked_at_when_it_is_made(fields: dict[str, object], field: str, said: str) -> None:
     with pytest.raises(InvalidSpec) as caught:
-        Spec(**fields)  # type: ignore[arg-type]  # what is refused
+        Spec(**fields).check()  # type: ignore[arg-type]  # what is refused
     assert caught.value.detail["field"] == field
     assert said in caught.value.message
+
+
+def test_a_path_may_be_one() -> None:
+    assert Spec(cwd=Path("/tmp/\udcff")) == Spec(cwd="/tmp/\udcff")  # type: ignore[arg-type]  # as `create` takes it
 
 
 def test_a_spec_is_a_struct_as_others_are() -> None:

@@ -144,7 +144,41 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: s._client.create_many("ab"), "specs", "a number of equal sandboxes, or a list of dsec.Spec"),
         (lambda s: s._client.create_many(None), "specs", "a number of equal sandboxes"),
         (lambda s: s._client.create_many(True), "specs", "a number of equal sandboxes"),
-        (lambda s: s._client.create(msgspec.structs.replace(dsec.Spec(), env=5)), "env", "Expected `object`"),
+        (
+            lambda s: s._client.create(msgspec.structs.replace(dsec.Spec(), env=5)),
+            "env",
+            "env=5 is not allowed; allowed: a dict",
+        ),
+        (lambda s: s.run("ls", env={"A": 5, "B": "secret"}), "env", "env: the value of 'A' is of the type int"),
+        (lambda s: s.run("ls", env=["A=secret"]), "env", "env is of the type list"),
+        (lambda s: s.session(env=["A=secret"]), "env", "env is of the type list"),
+        (lambda s: s._client.create(env={"A": b"secret"}), "env", "the value of 'A' is of the type bytes"),
+        (lambda s: s._client.create(env=["A=secret"]), "env", "env is of the type list"),
+        (lambda s: s.run("ls", user=1000), "user", 'or a number as "1000"'),
+        (lambda s: s.session(user=1000), "user", 'or a number as "1000"'),
+        (lambda s: s.run("ls", cwd=b"/tmp"), "cwd", "a str or a path"),
+        (lambda s: s.process(12), "process_id", "spawn(...).id (a pid inside is another number)"),
+        (lambda s: s.get_session(12), "session_id", "an id, which is a str, as session(...).id"),
+        (
+            lambda s: s.files.upload(b"secret", "/f"),
+            "source",
+            "of the type bytes; allowed: a path of this machine; write(",
+        ),
+        (lambda s: s.files.upload(io.BytesIO(b"secret"), "/f"), "source", "write(path, data) writes bytes or text"),
+        (lambda s: s.files.upload("/etc/hosts"), "target", "upload() lacks target; source is a path of this machine"),
+        (lambda s: s.files.download("/f"), "target", "download() lacks target; source is a path of the sandbox"),
+        (
+            lambda s: s.files.download("/f", None),
+            "target",
+            "of the type NoneType; allowed: a path of this machine; read(",
+        ),
+        (lambda s: s.files.read(5), "path", "a path of the sandbox: str, bytes or a Path"),
+        (lambda s: s.diff(None), "path", "a path of the sandbox"),
+        (lambda s: dsec.Sandbox(), "client", "Sandbox() lacks client; dsec.Client().create(...) makes one"),
+        (lambda s: dsec.Sandbox("debian:12"), "sandbox_id", "dsec.Client().create(...) makes one"),
+        (lambda s: dsec.Sandbox(base="debian:12"), "base", "dsec.Client().create(...) makes one"),
+        (lambda s: dsec.AsyncSandbox(), "client", "dsec.AsyncClient().create(...) makes one"),
+        (lambda s: dsec.Process(), "client", "; sbx.spawn(...) makes one"),
     ],
 )
 def test_what_was_meant_is_said(
@@ -163,7 +197,7 @@ def test_what_was_meant_is_said(
         ({"memory_mib": 5}, {}, {"field": "memory_mib", "index": 1}, "specs[1]: memory_mib=5 is not allowed"),
         (None, {}, {"field": "spec", "index": 1}, "specs[1]: spec=None is not allowed"),
         ({}, {"metadata": {}}, {"field": "metadata"}, "did you mean labels?"),  # of all of them
-        ({}, {"pids": "5"}, {"field": "pids"}, "pids: Expected `int`"),
+        ({}, {"pids": "5"}, {"field": "pids"}, "pids='5' is not allowed; allowed: a whole number"),
     ],
 )
 def test_of_many_specs_the_wrong_one_is_named(
@@ -183,6 +217,35 @@ def test_one_spec_that_is_given_often_is_sent_once(sbx: dsec.Sandbox) -> None:
     assert made[0] is made[2]
     assert [one.pids for one in made] == [spec.pids, 64, spec.pids]
     assert {one.job for one in made} == {"j"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: dsec.Sandbox.create, "'Sandbox' has no attribute 'create'; dsec.Client().create(...) makes one"),
+        (lambda: dsec.AsyncSandbox.create, "; dsec.AsyncClient().create(...) makes one"),
+        (lambda: dsec.Sandbox.connect, "; dsec.Client().get(id_or_name) finds one"),
+        (lambda: dsec.Sandbox.list, "; dsec.Client().list() gives"),
+        (lambda: dsec.create, "module 'dsec' has no attribute 'create'; a client has it: dsec.Client().create"),
+        (lambda: dsec.sandbox, "did you mean Sandbox?"),
+        (lambda: dsec.AsyncClinet, "did you mean AsyncClient?"),
+    ],
+)
+def test_what_a_client_makes_is_said_by_the_class(ask: Callable[[], Any], told: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        ask()
+    assert str(caught.value).endswith(told) or told in str(caught.value)
+    assert not hasattr(dsec.Sandbox, "_create") and not hasattr(dsec, "__path_of_none__")
+
+
+def test_what_was_not_awaited_says_so() -> None:
+    client = dsec.AsyncClient("unix:///nowhere")
+    made = client.create()
+    with pytest.raises(AttributeError, match=r"create\(\) was not awaited, and has no attribute 'run'; `await create"):
+        made.run  # type: ignore[attr-defined]  # noqa: B018 - looking it up is the test
+    made.close()
+    with pytest.raises(dsec.InvalidSpec, match="did you mean memory_mib"):
+        asyncio.run(client.create(memory=5))  # type: ignore[call-arg]  # what is refused
 
 
 def test_it_is_pythons_own_error_too(sbx: dsec.Sandbox) -> None:

@@ -17,7 +17,7 @@ from dsec.model.states import Capabilities, NodeInfo, SandboxInfo
 from dsec.sdk import codec, values
 from dsec.sdk._async.batch import AsyncBatch
 from dsec.sdk._async.layers import AsyncLayers
-from dsec.sdk._async.net import finish
+from dsec.sdk._async.net import entered, finish
 from dsec.sdk._async.sandbox import AsyncSandbox
 from dsec.sdk._async.transport import AsyncTransport
 from dsec.sdk.keywords import explained
@@ -55,6 +55,7 @@ class AsyncClient:
     def __reduce__(self) -> tuple[Any, ...]:
         return shared, (self.url,)
 
+    @entered
     async def create(self, spec: Spec | None = None, /, **fields: Unpack[values.SpecFields]) -> AsyncSandbox:
         """Create a sandbox and wait until it runs. Fields as in `dsec.Spec`; with a Spec they change it.
 
@@ -105,6 +106,7 @@ class AsyncClient:
         """
         return AsyncBatch(self, values.make_specs(specs, fields), atomic=atomic, wait_s=wait_s)
 
+    @entered
     async def get(self, ref: str) -> AsyncSandbox:
         """The sandbox with this id or name. NotFound: there is none."""
         info = await self.transport.call("GET", f"/v1/sandboxes/{codec.quote(_check_ref(ref))}", SandboxInfo)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from dsec.model.errors import DeadlineExceeded, FileError, InvalidSpec, InvalidState
+from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, InvalidSpec, InvalidState
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
 from dsec.sdk.http1 import Broken, Garbage, Late, TooMuch
-from dsec.sdk.keywords import explained
+from dsec.sdk.keywords import WrongArgument, explained
 from dsec.sdk.lines import seconds
+from dsec.sdk.values import path_bytes as _path
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
@@ -144,7 +145,12 @@ class AsyncFiles:
     ) -> Entry:
         """Make a directory. With `parents` also those above it, and one that is there is fine; else FileExists."""
         query = codec.query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
-        return await self._change("mkdir", query)
+        try:
+            return await self._change("mkdir", query)
+        except FileNotFound as error:
+            if not parents:
+                error.message += "; the directory above it is not there: mkdir(path, parents=True) makes that, too"
+            raise
 
     async def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
@@ -181,7 +187,8 @@ class AsyncFiles:
         if not isinstance(replace, bool):
             raise InvalidSpec.field("replace", replace, "True or False")
         where, key = _path(target), None if replace else new_key()
-        body = bodies.of_local(Path(source), on_progress)
+        told = "a path of this machine; write(path, data) writes bytes or text"
+        body = bodies.of_local(_local("source", source, told), on_progress)
         if isinstance(body, bodies.LocalTree):
             if not replace:
                 await self._claim(where, body.mode, user)
@@ -211,13 +218,14 @@ class AsyncFiles:
         no owner and no set-id bit is taken over, and what is no file, directory or link inside it is left out and said
         so in the report.
         """
+        here = _local("target", target, "a path of this machine; read(path) gives the bytes")
         entry = await self.stat(source, user=user)
         retry = AsyncRetry(self._transport)
         while True:
             try:
                 if entry.type == "directory":
-                    return await self._download_tree(source, local.Tree(Path(target), on_progress), user)
-                with local.File(Path(target), on_progress) as file:
+                    return await self._download_tree(source, local.Tree(here, on_progress), user)
+                with local.File(here, on_progress) as file:
                     return await self._download_file(source, file, user)
             except Broken as error:
                 await retry.after(error)
@@ -360,8 +368,11 @@ class AsyncWatch:
                 raise self._transport.garbage(error) from error
 
 
-def _path(path: RemotePath) -> bytes:
-    return os.fsencode(path)
+def _local(field: str, path: object, allowed: str) -> Path:
+    if isinstance(path, str) or (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
+        return Path(path)
+    # Its type: the bytes of a file are not shown.
+    raise WrongArgument(f"{field} is of the type {type(path).__name__}; allowed: {allowed}", detail={"field": field})
 
 
 def _octal(mode: int | None) -> str | None:

@@ -6,11 +6,11 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from dsec.sdk.http1 import Broken
-from dsec.sdk.keywords import called
+from dsec.sdk.keywords import Awaited, E, called
 from dsec.sdk.options import Tcp, Unix, address, tls_context, tune
 from dsec.sdk.target import Target
 
@@ -24,6 +24,7 @@ _KNOCK_S: Final = 0.005
 _EACH_TASKS: Final = 64
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # For what one handle does for several tasks, one after the other.
 AsyncLock = asyncio.Lock
@@ -204,6 +205,12 @@ class AsyncPool:
         idle = self._idle.pop(asyncio.get_running_loop(), None)
         while idle:
             idle.pop().close()
+
+
+def entered(function: Callable[P, Coroutine[Any, Any, E]]) -> Callable[P, Awaited[E]]:
+    """A method whose result is entered, which `async with` may do without `await`: `explained` makes it so."""
+    function.entered = True  # type: ignore[attr-defined]  # functions have attributes
+    return cast(Callable[P, Awaited[E]], function)
 
 
 async def sleep(seconds: float) -> None:

@@ -14,8 +14,9 @@ from dsec.model.ids import new_key
 from dsec.model.network import patched
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
+from dsec.sdk._async.net import entered
 from dsec.sdk._async.run import AsyncRun
-from dsec.sdk.keywords import explained
+from dsec.sdk.keywords import Made, explained
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @explained
-class AsyncSandbox:
+class AsyncSandbox(metaclass=Made):
     """A handle on one sandbox. As a context manager it stops the sandbox at the end.
 
     It pickles to the URL of its server and its id, never to a key: where it is unpickled, DSEC_API_KEY has the key.
@@ -70,7 +71,7 @@ class AsyncSandbox:
         self,
         command: values.Command,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         stdin: str | bytes | None = None,
@@ -128,11 +129,12 @@ class AsyncSandbox:
         """What it has used, and uses now."""
         return await self._client.transport.call("GET", f"{self._path}/usage", Usage)
 
+    @entered
     async def spawn(
         self,
         command: values.Command,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         stdin: bool = True,
@@ -170,6 +172,7 @@ class AsyncSandbox:
         """The handle on a program by its id; nothing is asked before it is used."""
         from dsec.sdk._async.programs import AsyncProcess  # as for files
 
+        values.check_id("process_id", process_id, "spawn(...).id (a pid inside is another number)")
         return AsyncProcess(self._client, self._id, process_id)
 
     async def processes(self) -> ProcessList:
@@ -178,11 +181,12 @@ class AsyncSandbox:
 
         return await self._client.transport.call("GET", f"{self._path}/processes", ProcessList)
 
+    @entered
     async def session(
         self,
-        shell: str | None = None,
+        shell: values.Path | None = None,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         keepalive: bool = True,
@@ -199,10 +203,12 @@ class AsyncSandbox:
         spec = programs.make_session(shell=shell, cwd=cwd, env=env, user=user, keepalive=keepalive)
         return await start(self._client, self._id, spec, key)
 
+    @entered
     async def get_session(self, session_id: str) -> AsyncSession:
         """The handle on a session that is there. NotFound: there is none of that id."""
         from dsec.sdk._async.sessions import AsyncSession  # as for files
 
+        values.check_id("session_id", session_id, "session(...).id")
         found = AsyncSession(self._client, self._id, session_id)
         await found.info()
         return found
@@ -228,7 +234,7 @@ class AsyncSandbox:
         """
         from dsec.sdk._async.diff import AsyncDiff  # not loaded for those who only run programs
 
-        return AsyncDiff(self._client.transport, self._path, os.fsencode(path), limit)
+        return AsyncDiff(self._client.transport, self._path, values.path_bytes(path), limit)
 
     async def __aenter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from dsec.model.states import Capabilities, NodeInfo, SandboxInfo
 from dsec.sdk import codec, values
 from dsec.sdk._sync.batch import Batch
 from dsec.sdk._sync.layers import Layers
-from dsec.sdk._sync.net import finish
+from dsec.sdk._sync.net import entered, finish
 from dsec.sdk._sync.sandbox import Sandbox
 from dsec.sdk._sync.transport import Transport
 from dsec.sdk.keywords import explained
@@ -57,6 +57,7 @@ class Client:
     def __reduce__(self) -> tuple[Any, ...]:
         return shared, (self.url,)
 
+    @entered
     def create(self, spec: Spec | None = None, /, **fields: Unpack[values.SpecFields]) -> Sandbox:
         """Create a sandbox and wait until it runs. Fields as in `dsec.Spec`; with a Spec they change it.
 
@@ -107,6 +108,7 @@ class Client:
         """
         return Batch(self, values.make_specs(specs, fields), atomic=atomic, wait_s=wait_s)
 
+    @entered
     def get(self, ref: str) -> Sandbox:
         """The sandbox with this id or name. NotFound: there is none."""
         info = self.transport.call("GET", f"/v1/sandboxes/{codec.quote(_check_ref(ref))}", SandboxInfo)

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from dsec.model.errors import DeadlineExceeded, FileError, InvalidSpec, InvalidState
+from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, InvalidSpec, InvalidState
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage, Late, TooMuch
-from dsec.sdk.keywords import explained
+from dsec.sdk.keywords import WrongArgument, explained
 from dsec.sdk.lines import seconds
+from dsec.sdk.values import path_bytes as _path
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
@@ -144,7 +145,12 @@ class Files:
     ) -> Entry:
         """Make a directory. With `parents` also those above it, and one that is there is fine; else FileExists."""
         query = codec.query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
-        return self._change("mkdir", query)
+        try:
+            return self._change("mkdir", query)
+        except FileNotFound as error:
+            if not parents:
+                error.message += "; the directory above it is not there: mkdir(path, parents=True) makes that, too"
+            raise
 
     def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
@@ -179,7 +185,8 @@ class Files:
         if not isinstance(replace, bool):
             raise InvalidSpec.field("replace", replace, "True or False")
         where, key = _path(target), None if replace else new_key()
-        body = bodies.of_local(Path(source), on_progress)
+        told = "a path of this machine; write(path, data) writes bytes or text"
+        body = bodies.of_local(_local("source", source, told), on_progress)
         if isinstance(body, bodies.LocalTree):
             if not replace:
                 self._claim(where, body.mode, user)
@@ -209,13 +216,14 @@ class Files:
         no owner and no set-id bit is taken over, and what is no file, directory or link inside it is left out and said
         so in the report.
         """
+        here = _local("target", target, "a path of this machine; read(path) gives the bytes")
         entry = self.stat(source, user=user)
         retry = Retry(self._transport)
         while True:
             try:
                 if entry.type == "directory":
-                    return self._download_tree(source, local.Tree(Path(target), on_progress), user)
-                with local.File(Path(target), on_progress) as file:
+                    return self._download_tree(source, local.Tree(here, on_progress), user)
+                with local.File(here, on_progress) as file:
                     return self._download_file(source, file, user)
             except Broken as error:
                 retry.after(error)
@@ -358,8 +366,11 @@ class Watch:
                 raise self._transport.garbage(error) from error
 
 
-def _path(path: RemotePath) -> bytes:
-    return os.fsencode(path)
+def _local(field: str, path: object, allowed: str) -> Path:
+    if isinstance(path, str) or (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
+        return Path(path)
+    # Its type: the bytes of a file are not shown.
+    raise WrongArgument(f"{field} is of the type {type(path).__name__}; allowed: {allowed}", detail={"field": field})
 
 
 def _octal(mode: int | None) -> str | None:

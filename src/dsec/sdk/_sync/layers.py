@@ -11,7 +11,7 @@ import msgspec
 
 from dsec.model.ids import check_layer_ref, new_key
 from dsec.model.states import LayerInfo
-from dsec.sdk import codec
+from dsec.sdk import codec, values
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.keywords import explained
@@ -51,13 +51,13 @@ class Layers:
         *,
         role: Literal["base", "workspace", "toolkit"] = "base",
         env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         user: str | None = None,
         on_progress: Callable[[str], object] | None = None,
     ) -> LayerInfo:
         """Make a layer of `dir:/path`, `tar:/path` (paths of the node) or `debootstrap:bookworm` and name it."""
         body: dict[str, object] = {"source": source, "name": check_layer_ref(name, "name"), "role": role}
-        body |= {"env": dict(env or {}), "cwd": cwd, "user": user}
+        body |= {"env": values.variables(env), "cwd": values.remote(cwd), "user": user}
         data = codec.encode({key: value for key, value in body.items() if value is not None})
         key = new_key()
         retry = Retry(self._transport)

@@ -26,6 +26,7 @@ _KNOCK_S: Final = 0.005
 _EACH_THREADS: Final = 16
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 # For what one handle does for several threads, one after the other.
 Lock = threading.Lock
@@ -158,6 +159,11 @@ class Pool:
         """Close the idle ones."""
         while self._idle:
             self._idle.pop().close()
+
+
+def entered(function: F) -> F:
+    """A method whose result is entered (here there is nothing to await)."""
+    return function
 
 
 def sleep(seconds: float) -> None:

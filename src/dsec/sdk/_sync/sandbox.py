@@ -16,8 +16,9 @@ from dsec.model.ids import new_key
 from dsec.model.network import patched
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
+from dsec.sdk._sync.net import entered
 from dsec.sdk._sync.run import Run
-from dsec.sdk.keywords import explained
+from dsec.sdk.keywords import Made, explained
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @explained
-class Sandbox:
+class Sandbox(metaclass=Made):
     """A handle on one sandbox. As a context manager it stops the sandbox at the end.
 
     It pickles to the URL of its server and its id, never to a key: where it is unpickled, DSEC_API_KEY has the key.
@@ -72,7 +73,7 @@ class Sandbox:
         self,
         command: values.Command,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         stdin: str | bytes | None = None,
@@ -130,11 +131,12 @@ class Sandbox:
         """What it has used, and uses now."""
         return self._client.transport.call("GET", f"{self._path}/usage", Usage)
 
+    @entered
     def spawn(
         self,
         command: values.Command,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         stdin: bool = True,
@@ -172,6 +174,7 @@ class Sandbox:
         """The handle on a program by its id; nothing is asked before it is used."""
         from dsec.sdk._sync.programs import Process  # as for files
 
+        values.check_id("process_id", process_id, "spawn(...).id (a pid inside is another number)")
         return Process(self._client, self._id, process_id)
 
     def processes(self) -> ProcessList:
@@ -180,11 +183,12 @@ class Sandbox:
 
         return self._client.transport.call("GET", f"{self._path}/processes", ProcessList)
 
+    @entered
     def session(
         self,
-        shell: str | None = None,
+        shell: values.Path | None = None,
         *,
-        cwd: str | None = None,
+        cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         keepalive: bool = True,
@@ -201,10 +205,12 @@ class Sandbox:
         spec = programs.make_session(shell=shell, cwd=cwd, env=env, user=user, keepalive=keepalive)
         return start(self._client, self._id, spec, key)
 
+    @entered
     def get_session(self, session_id: str) -> Session:
         """The handle on a session that is there. NotFound: there is none of that id."""
         from dsec.sdk._sync.sessions import Session  # as for files
 
+        values.check_id("session_id", session_id, "session(...).id")
         found = Session(self._client, self._id, session_id)
         found.info()
         return found
@@ -230,7 +236,7 @@ class Sandbox:
         """
         from dsec.sdk._sync.diff import Diff  # not loaded for those who only run programs
 
-        return Diff(self._client.transport, self._path, os.fsencode(path), limit)
+        return Diff(self._client.transport, self._path, values.path_bytes(path), limit)
 
     def __enter__(self) -> Self:
         return self
