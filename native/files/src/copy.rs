@@ -185,6 +185,7 @@ impl Copy<'_> {
                     .symlink(target, link.as_bytes(), meta_of(stat))
                     .map_err(&fail)
             }
+            FileType::Fifo => self.into.fifo(target, meta_of(stat)).map_err(&fail),
             kind => Err(Failure::kind("move between file systems:", path, kind).into()),
         }
     }

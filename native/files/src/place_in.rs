@@ -3,9 +3,9 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{
-    chownat, fchmod, fchown, futimens, linkat, mkdirat, openat, openat2, statat, symlinkat,
-    unlinkat, utimensat, AtFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps,
-    Uid,
+    chownat, fchmod, fchown, fstat, futimens, linkat, mkdirat, mknodat, openat, openat2, statat,
+    symlinkat, unlinkat, utimensat, AtFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec,
+    Timestamps, Uid,
 };
 use rustix::io::Errno;
 
@@ -121,6 +121,15 @@ fn make_below(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
 /// Of a directory in which there are still files to be made.
 fn first_mode(meta: Meta) -> Mode {
     Mode::from_raw_mode(meta.mode & 0o777 | 0o700)
+}
+
+fn set_all(file: &OwnedFd, meta: Meta) -> Result<(), Errno> {
+    if let Some(owner) = meta.owner {
+        let (uid, gid) = ids(owner);
+        fchown(file, uid, gid)?;
+    }
+    fchmod(file, Mode::from_raw_mode(meta.mode))?;
+    futimens(file, &timestamps(meta.mtime))
 }
 
 fn timestamps(mtime: Time) -> Timestamps {
@@ -246,6 +255,21 @@ impl PlaceIn {
         )
     }
 
+    pub fn fifo(&mut self, path: &[u8], meta: Meta) -> Result<(), Errno> {
+        let (dir, name) = split(path);
+        let dir = self.parent(dir)?;
+        replace_with(dir, name, |name| {
+            mknodat(dir, name, FileType::Fifo, Mode::from_raw_mode(0o600), 0)
+        })?;
+        // Nobody has it open yet for whom it would be a reader.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fifo = openat(dir, name, flags, Mode::empty())?;
+        if kind_of(&fstat(&fifo)?) != FileType::Fifo {
+            return Err(Errno::STALE); // another has taken its place
+        }
+        set_all(&fifo, meta)
+    }
+
     /// Another name for a file that is there already, below the same directory.
     pub fn hard_link(&mut self, path: &[u8], target: &[u8]) -> Result<(), Errno> {
         let (dir, old) = split(target);
@@ -270,12 +294,7 @@ impl PlaceIn {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => return Ok(()),
             other => other?,
         };
-        if let Some(owner) = meta.owner {
-            let (uid, gid) = ids(owner);
-            fchown(&dir, uid, gid)?;
-        }
-        fchmod(&dir, Mode::from_raw_mode(meta.mode))?;
-        futimens(&dir, &timestamps(meta.mtime))
+        set_all(&dir, meta)
     }
 
     fn open_readable(&self, path: &[u8]) -> Result<OwnedFd, Errno> {
@@ -308,13 +327,7 @@ impl Sink<'_> {
 
     /// Gives the file its owner, mode and time, and its place.
     pub fn put(mut self, meta: Meta) -> Result<(), Errno> {
-        let file = self.file();
-        if let Some(owner) = meta.owner {
-            let (uid, gid) = ids(owner);
-            fchown(file, uid, gid)?;
-        }
-        fchmod(file, Mode::from_raw_mode(meta.mode))?;
-        futimens(file, &timestamps(meta.mtime))?;
+        set_all(self.file(), meta)?;
         match &mut self {
             Self::New { done, .. } => *done = true,
             Self::Over(temp, name) => temp.put(name)?,

@@ -1,6 +1,6 @@
 //! Reading, writing and the like of single files.
 
-use std::os::unix::fs::{symlink, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{symlink, FileTypeExt, MetadataExt, PermissionsExt};
 
 use crate::kit::{args, bytes, get, names, num, v, Client, Dir};
 
@@ -336,9 +336,16 @@ fn a_move_between_file_systems_copies_whole() {
     std::fs::write(dir.at("t/sub/f"), vec![7; 300_000]).unwrap();
     std::fs::set_permissions(dir.at("t/sub"), std::fs::Permissions::from_mode(0o750)).unwrap();
     symlink("sub/f", dir.at("t/l")).unwrap();
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    let fifo = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, dir.at("t/fifo"), fifo, mode, 0).unwrap();
+    std::fs::set_permissions(dir.at("t/fifo"), std::fs::Permissions::from_mode(0o666)).unwrap();
     let done = c
         .call("move", args! {source: dir.at("t"), target: other.at("t")})
         .ok();
+    let moved = other.at("t/fifo").metadata().unwrap();
+    assert!(moved.file_type().is_fifo());
+    assert_eq!(moved.mode() & 0o7777, 0o666);
     assert_eq!(get(&done, "atomic"), &v(false));
     assert_eq!(std::fs::read(other.at("t/l")).unwrap(), vec![7; 300_000]);
     assert_eq!(other.at("t/sub").metadata().unwrap().mode() & 0o7777, 0o750);
