@@ -8,7 +8,6 @@ import secrets
 import stat
 import sys
 import tarfile
-import tempfile
 import threading
 from collections import deque
 from pathlib import Path
@@ -42,11 +41,12 @@ class File:
         if self._path.is_dir():
             raise IsADirectoryError(f"{self._path} is a directory; name the file to be made")
         # Nothing of its own name: with that it could be longer than a name may be.
+        self._temp = self._path.with_name(PART_PREFIX + secrets.token_hex(8))
         try:
-            handle, name = tempfile.mkstemp(prefix=PART_PREFIX, dir=self._path.parent)
+            # With the mode of any new file: whoever asks for the umask changes it, for all threads.
+            handle = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:  # says a name that nobody has given
             raise OSError(error.errno, error.strerror, str(self._path.parent)) from error
-        self._temp = Path(name)
         self._file = os.fdopen(handle, "wb")
         return self
 
@@ -70,9 +70,6 @@ class File:
     def done(self) -> TreeReport:
         """That was all: it gets its name."""
         self._file.close()
-        umask = os.umask(0)
-        os.umask(umask)
-        self._temp.chmod(0o666 & ~umask)
         self._temp.replace(self._path)
         return TreeReport(entries=1, bytes=self._done)
 

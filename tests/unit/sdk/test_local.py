@@ -175,6 +175,21 @@ def test_of_a_cut_archive_no_file_is_half(tmp_path: Path, old: bytes | None) -> 
             assert path.read_bytes() == b"new" * 1000 or (path.name, path.read_bytes()) == ("b", old), at
 
 
+def test_a_file_has_the_mode_of_any_new_one_and_nobodys_umask_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o027)
+    try:
+        monkeypatch.delattr(os, "umask")
+        with local.File(tmp_path / "f", None) as file:
+            file.write(b"x")
+            file.done()
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
     name = "\U0001f600" * 63
     with local.File(tmp_path / name, None) as file:
