@@ -1,15 +1,17 @@
 //! `list` and `mkdir`.
 
 use std::collections::BinaryHeap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{chmodat, mkdirat, openat, statat, AtFlags, Mode, OFlags, CWD};
+use rustix::fs::{chmodat, mkdirat, openat, statat, AtFlags, FileType, Mode, OFlags, CWD};
 use rustix::io::Errno;
+use rustix::process::{getegid, geteuid};
 use serde::Serialize;
 use serde_bytes::ByteBuf;
 
-use crate::error::{at, Done, Failure};
-use crate::meta::{found, target_of};
-use crate::path::{absolute, join, make_all, open_dir, trimmed};
+use crate::error::{at, kind_name, Done, Failure};
+use crate::meta::{found, found_or, is_gone, target_of};
+use crate::path::{absolute, join, make_all, open_dir, split, trimmed};
 use crate::walk::for_each_name;
 use crate::wire::{Entry, ListArgs, MkdirArgs};
 use crate::write::{check_mode, named_full};
@@ -85,6 +87,9 @@ pub(crate) fn list(set: &Settings, args: &ListArgs) -> Done<Listed> {
     Ok(Listed { entries, cursor })
 }
 
+/// Of the helper, as whoever starts it sets it.
+const UMASK: u32 = 0o022;
+
 #[derive(Serialize)]
 pub(crate) struct Made {
     created: bool,
@@ -110,8 +115,31 @@ pub(crate) fn mkdir(set: &Settings, args: &MkdirArgs) -> Done<Made> {
         }
     } else if args.mode.is_some() {
         // What was asked for, whatever the umask.
-        chmodat(CWD, path, bits, AtFlags::empty()).map_err(&fail)?;
+        match chmodat(CWD, path, bits, AtFlags::empty()) {
+            Err(errno) if !is_gone(errno) => return Err(fail(errno)),
+            _ => {}
+        }
     }
-    let entry = found(&given, true)?;
+    let entry = if created {
+        found_or(&given, || as_made(&given, args.mode))?
+    } else {
+        found(&given, true)?
+    };
     Ok(Made { created, entry })
+}
+
+/// A directory that was gone before it could be looked at.
+fn as_made(path: &[u8], mode: Option<u32>) -> Entry {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    Entry {
+        name: ByteBuf::from(split(trimmed(path)).1),
+        path: ByteBuf::from(path),
+        kind: kind_name(FileType::Directory),
+        size: 0,
+        mode: mode.unwrap_or(0o777 & !UMASK),
+        uid: geteuid().as_raw(),
+        gid: getegid().as_raw(),
+        mtime_ns: now.map_or(0, |now| i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)),
+        target: None,
+    }
 }

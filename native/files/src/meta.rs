@@ -59,10 +59,28 @@ pub(crate) fn chmod(set: &Settings, args: &ChmodArgs) -> Done<OfEntry<Entry>> {
     check_mode(Some(args.mode))?;
     let path = absolute(set, "path", &args.path)?;
     let mode = Mode::from_raw_mode(args.mode);
+    let before = statat(CWD, &path, AtFlags::empty()).map_err(at("chmod", &path))?;
     chmodat(CWD, &path, mode, AtFlags::empty()).map_err(at("chmod", &path))?;
+    let changed = || Entry {
+        mode: args.mode,
+        ..Entry::new(&path, &before, None)
+    };
     Ok(OfEntry {
-        entry: found(&path, true)?,
+        entry: found_or(&path, changed)?,
     })
+}
+
+/// What is there; what was, when somebody has taken it away since: what was asked for is done.
+pub(crate) fn found_or(path: &[u8], was: impl FnOnce() -> Entry) -> Done<Entry> {
+    match statat(CWD, path, AtFlags::empty()) {
+        Ok(stat) => Ok(Entry::new(path, &stat, None)),
+        Err(errno) if is_gone(errno) => Ok(was()),
+        Err(errno) => Err(at("stat", path)(errno)),
+    }
+}
+
+pub(crate) fn is_gone(errno: Errno) -> bool {
+    matches!(errno, Errno::NOENT | Errno::NOTDIR | Errno::LOOP)
 }
 
 /// -1 means "leave it" to the kernel, so it is no id.

@@ -355,6 +355,41 @@ fn an_append_that_makes_the_file_shows_no_half_of_it() {
     assert_eq!(looking.join().unwrap(), 0);
 }
 
+#[test]
+fn a_directory_that_was_made_was_made_whoever_takes_it_away() {
+    let dir = Dir::new();
+    let over = Arc::new(AtomicBool::new(false));
+    let (at, to, done) = (dir.at("d"), dir.at("taken"), over.clone());
+    std::fs::create_dir(&to).unwrap();
+    let taker = std::thread::spawn(move || {
+        let mut taken = 0;
+        while !done.load(Ordering::Relaxed) {
+            let to = to.join(taken.to_string());
+            taken += usize::from(std::fs::rename(&at, to).is_ok());
+        }
+    });
+    let mut c = Client::new();
+    for round in 0..1500u32 {
+        let (path, mode) = (dir.at("d"), 0o750u32);
+        let asked = match round % 3 {
+            0 => args! {path: &path},
+            1 => args! {path: &path, mode: mode},
+            _ => args! {path: &path, mode: mode, parents: true},
+        };
+        let reply = c.call("mkdir", asked);
+        let made = reply.ok();
+        assert_eq!(get(&made, "created"), &v(true));
+        let entry = get(&made, "entry");
+        assert_eq!(get(entry, "type"), &v("directory"));
+        assert_eq!(get(entry, "name"), &rmpv::Value::Binary(b"d".to_vec()));
+        while path.exists() {
+            std::hint::spin_loop();
+        }
+    }
+    over.store(true, Ordering::Relaxed);
+    taker.join().unwrap();
+}
+
 /// An overlay over a file system of its own.
 fn overlay(base: &Dir) -> Option<Dir> {
     for name in ["lower", "upper", "work", "lower/d"] {
