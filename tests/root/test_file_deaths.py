@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import dsec
+from tests.kit.home import Home
 from tests.root.test_sdk_files import of_host
 
 pytestmark = pytest.mark.same_everywhere
@@ -223,6 +224,18 @@ def test_a_watch_goes_on_and_says_what_it_may_have_missed(sbx: dsec.Sandbox) -> 
             while event.path != f"/srv/w/{number}":
                 event = next(events)
             assert event.kind in ("created", "modified")
+
+
+def test_a_watch_whose_directory_goes_while_the_agent_is_dead_ends(home: Home, sbx: dsec.Sandbox) -> None:
+    sbx.files.mkdir("/srv/w")
+    with sbx.files.watch("/srv/w") as watch:
+        sbx.spawn("sleep 0.5; rm -r /srv/w", stdin=False)
+        os.kill(home.agent(), signal.SIGKILL)
+        time.sleep(1)
+        home.dsec("up")
+        assert {event.kind for event in watch} <= {"overflow"}
+        with pytest.raises(dsec.InvalidState):
+            watch.next(timeout_s=60)
 
 
 def test_a_watch_whose_directory_has_gone_meanwhile_ends(sbx: dsec.Sandbox) -> None:

@@ -324,7 +324,11 @@ class AsyncWatch:
             raise InvalidState("files.watch: use it as `with sbx.files.watch(...) as changes:`")
         while not self._over:
             if self._items is None:
-                await self._connect(AsyncRetry(self._transport))
+                try:
+                    await self._connect(AsyncRetry(self._transport))
+                except FileNotFound:  # it was removed while nobody watched
+                    self.close()
+                    return None
                 return FileEvent(kind="overflow")
             event = await self._next(end)
             if event is not None:

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dsec.model.errors import NodeUnreachable, Unsupported
+from dsec.model.errors import InvalidSpec, NodeUnreachable, Unsupported
 from dsec.sdk import codec, http1
 from dsec.sdk._async.net import AsyncConn, AsyncPool, connect, sleep
 from dsec.sdk.http1 import Broken, Garbage, Head, Late, Response, TooMuch, request
@@ -401,8 +401,10 @@ class AsyncTransport:
             conn.close()
         self.heard()
 
-    def garbage(self, error: Garbage) -> NodeUnreachable:
-        """The error for a server that does not speak our API."""
+    def garbage(self, error: Garbage) -> NodeUnreachable | InvalidSpec:
+        """The error for a server that does not speak our API, or for what is too much to be asked for at once."""
+        if isinstance(error, TooMuch):
+            return InvalidSpec(f"{error}, the most that is taken at once; ask for parts of it, or read it as a stream")
         url = self.target.url
         return NodeUnreachable(
             f"what answers at {url} is not a dsec server: {error}; check the URL", detail={"url": url}

@@ -322,7 +322,11 @@ class Watch:
             raise InvalidState("files.watch: use it as `with sbx.files.watch(...) as changes:`")
         while not self._over:
             if self._items is None:
-                self._connect(Retry(self._transport))
+                try:
+                    self._connect(Retry(self._transport))
+                except FileNotFound:  # it was removed while nobody watched
+                    self.close()
+                    return None
                 return FileEvent(kind="overflow")
             event = self._next(end)
             if event is not None:
