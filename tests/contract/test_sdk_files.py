@@ -272,11 +272,13 @@ def test_a_read_that_is_too_much_at_once_says_how_to_have_it(sbx: dsec.Sandbox, 
     sbx.files.write("/big", bytes((1 << 20) + 1))
     with pytest.raises(dsec.InvalidSpec, match=r"at most 1 MiB at once; files.download\(\)"):
         sbx.files.read("/big")
-    process = sbx.spawn(["echo", "x" * (1 << 20)], stdin=False)
+    monkeypatch.setattr("dsec.sdk.codec.REPLY_MAX_BYTES", 1 << 10)
+    process = sbx.spawn(["echo", "x" * (1 << 10)], stdin=False)
     process.wait()
     with pytest.raises(dsec.InvalidSpec, match="ask for parts of it, or read it as a stream"):
         process.output()
-    assert len(sbx.files.read("/big", length=1 << 20)) == 1 << 20
+    assert process.output(1) == b"x" * ((1 << 10) - 1) + b"\n"
+    assert len(sbx.files.read("/big", length=1 << 10)) == 1 << 10
     assert sbx.files.download("/big", tmp_path / "big").bytes == (1 << 20) + 1
 
 
