@@ -87,6 +87,8 @@ struct Ended {
 struct Watch {
     events: OwnedFd,
     root: Vec<u8>,
+    /// The root's device and number: its path may lead elsewhere once a directory above it was moved.
+    root_is: (u64, u64),
     recursive: bool,
     /// Only this name of the root: a file is watched through its directory, so that its replacement is seen.
     only: Option<Vec<u8>>,
@@ -117,6 +119,11 @@ fn limit(errno: Errno, path: &[u8]) -> Stop {
         }
         errno => at("watch", path)(errno),
     }
+}
+
+fn identity(root: &[u8]) -> Result<(u64, u64), Errno> {
+    let stat = statat(CWD, root, AtFlags::empty())?;
+    Ok((stat.st_dev, stat.st_ino))
 }
 
 fn new_events(root: &[u8]) -> Done<OwnedFd> {
@@ -156,6 +163,7 @@ impl Watch {
         Ok(Self {
             events: new_events(root)?,
             root: root.to_vec(),
+            root_is: identity(root).map_err(at("watch", root))?,
             recursive,
             only,
             dirs: HashMap::new(),
@@ -206,6 +214,9 @@ impl Watch {
                 .is_some_and(|since| since.elapsed() >= self.settle)
             {
                 self.send(conn)?;
+                if self.gone {
+                    return Ok("gone");
+                }
                 self.caught_up();
             }
             conn.flush()?;
@@ -256,6 +267,9 @@ impl Watch {
     fn send(&mut self, conn: &mut Conn) -> Done<()> {
         self.since = None;
         let mut changes = std::mem::take(&mut self.changes);
+        if self.elsewhere() {
+            return Ok(());
+        }
         let told = changes.settle(|path| {
             self.looked = true;
             self.there(path)
@@ -276,6 +290,18 @@ impl Watch {
                 })
                 .collect(),
         })
+    }
+
+    /// Whether the root's path leads to something else, under which nothing may be told. The kernel tells of the root's
+    /// own moves, and not of those above it.
+    fn elsewhere(&mut self) -> bool {
+        match identity(&self.root) {
+            Ok(found) if found != self.root_is => self.gone = true,
+            // It was removed, which may be unread; or it is somewhere else, and what happened before is told.
+            Err(_) if ioctl_fionread(&self.events) == Ok(0) => self.gone = true,
+            _ => return false,
+        }
+        identity(&self.root).is_ok()
     }
 
     /// When nothing is unread after a look, nothing of what it found will be told again.

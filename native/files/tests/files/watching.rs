@@ -111,6 +111,37 @@ fn what_is_listed_and_gone_at_once_is_told_of_and_our_own_copies_are_not() {
 }
 
 #[test]
+fn a_root_that_leads_elsewhere_ends_the_watch_and_nothing_is_told_under_its_name() {
+    // What is watched; what makes it lead elsewhere; whether something else is there then.
+    let moved = |dir: &Dir| std::fs::rename(dir.at("up"), dir.at("away")).unwrap();
+    let replaced = |dir: &Dir| {
+        std::fs::rename(dir.at("up"), dir.at("away")).unwrap();
+        std::fs::rename(dir.at("other"), dir.at("up")).unwrap();
+    };
+    let switched = |dir: &Dir| {
+        std::os::unix::fs::symlink("other", dir.at("new")).unwrap();
+        std::fs::rename(dir.at("new"), dir.at("link")).unwrap();
+    };
+    let cases: [(&str, &dyn Fn(&Dir), &str); 3] = [
+        ("up/w", &moved, "away/w/f"),
+        ("up/w", &replaced, "away/w/f"),
+        ("link/w", &switched, "up/w/f"),
+    ];
+    for (root, change, file) in cases {
+        let (mut c, dir) = (Client::new(), Dir::new());
+        for name in ["up/w", "other/w"] {
+            std::fs::create_dir_all(dir.at(name)).unwrap();
+        }
+        std::os::unix::fs::symlink("up", dir.at("link")).unwrap();
+        begin(&mut c, &dir.at(root), true);
+        change(&dir);
+        std::fs::write(dir.at(file), b"").unwrap();
+        let reply = c.reply();
+        assert_eq!(get(&reply.ok(), "reason"), &v("gone"), "{root}");
+    }
+}
+
+#[test]
 fn what_is_behind_a_link_in_a_directorys_place_is_not_told_of() {
     let (mut c, dir) = (Client::new(), Dir::new());
     for name in ["w", "w/b", "other"] {
