@@ -13,7 +13,6 @@ use rustix::fs::{
     fstat, openat, openat2, statat, AtFlags, FileType, Mode, OFlags, ResolveFlags, CWD,
 };
 use rustix::io::{ioctl_fionread, Errno};
-use serde::Serialize;
 use serde_bytes::ByteBuf;
 
 use crate::conn::{timespec, Ahead, Conn};
@@ -25,7 +24,9 @@ use crate::wire::WatchArgs;
 use crate::{answer, Settings};
 
 mod changes;
+mod told;
 use changes::{below, Changes, Kind};
+use told::{Change, Ended, Overflow, Told, Watching};
 
 /// Directories of one watch; the kernel has a limit of its own for each user.
 const DIRS_MAX: usize = 65_536;
@@ -48,41 +49,6 @@ const MASK: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::EXCL_UNLINK)
     .union(WatchFlags::ONLYDIR);
-
-#[derive(Serialize)]
-struct Change {
-    path: ByteBuf,
-    kind: Kind,
-}
-
-#[derive(Serialize)]
-struct Watching<'a> {
-    id: u64,
-    ev: &'static str,
-    directories: usize,
-    skipped: &'a Skipped,
-}
-
-#[derive(Serialize)]
-struct Told {
-    id: u64,
-    ev: &'static str,
-    changes: Vec<Change>,
-}
-
-#[derive(Serialize)]
-struct Overflow {
-    id: u64,
-    ev: &'static str,
-    /// `queue`: changes were lost; `watches`: a directory is not followed.
-    reason: &'static str,
-}
-
-#[derive(Serialize)]
-struct Ended {
-    /// `cancelled`, or `gone`: what was watched was removed or moved.
-    reason: &'static str,
-}
 
 struct Watch {
     events: OwnedFd,

@@ -112,7 +112,6 @@ fn what_is_listed_and_gone_at_once_is_told_of_and_our_own_copies_are_not() {
 
 #[test]
 fn a_root_that_leads_elsewhere_ends_the_watch_and_nothing_is_told_under_its_name() {
-    // What is watched; what makes it lead elsewhere; whether something else is there then.
     let moved = |dir: &Dir| std::fs::rename(dir.at("up"), dir.at("away")).unwrap();
     let replaced = |dir: &Dir| {
         std::fs::rename(dir.at("up"), dir.at("away")).unwrap();
@@ -122,12 +121,13 @@ fn a_root_that_leads_elsewhere_ends_the_watch_and_nothing_is_told_under_its_name
         std::os::unix::fs::symlink("other", dir.at("new")).unwrap();
         std::fs::rename(dir.at("new"), dir.at("link")).unwrap();
     };
-    let cases: [(&str, &dyn Fn(&Dir), &str); 3] = [
-        ("up/w", &moved, "away/w/f"),
-        ("up/w", &replaced, "away/w/f"),
-        ("link/w", &switched, "up/w/f"),
+    let changes: [&dyn Fn(&Dir); 3] = [&moved, &replaced, &switched];
+    let paths = [
+        ("up/w", "away/w/f"),
+        ("up/w", "away/w/f"),
+        ("link/w", "up/w/f"),
     ];
-    for (root, change, file) in cases {
+    for (change, (root, file)) in changes.into_iter().zip(paths) {
         let (mut c, dir) = (Client::new(), Dir::new());
         for name in ["up/w", "other/w"] {
             std::fs::create_dir_all(dir.at(name)).unwrap();
