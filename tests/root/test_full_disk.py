@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import shutil
@@ -115,29 +116,32 @@ OUT_BYTES = 3_000_000
 
 def test_what_ran_while_the_disk_was_full_is_told_and_is_no_less_later() -> None:
     """A run and a session's command, whose results find no room: told once and for all, run once."""
-    with small_disk(6 << 10) as disk, standing(disk.path / "state") as home:  # noqa: SIM117  # emptied before its end
-        with home.client() as client, client.create(disk_mib=64) as sbx, sbx.session() as sh:
-            sh.run("true")
+    with small_disk(6 << 10) as disk, standing(disk.path / "state") as home, contextlib.ExitStack() as last:
+        last.callback(disk.empty)  # a node on a full disk could not be ended
+        client = last.enter_context(home.client())
+        sbx = last.enter_context(client.create(disk_mib=64))
+        sh = last.enter_context(sbx.session())
+        sh.run("true")
 
-            def run() -> dsec.RunResult:
-                return sbx.run(f"echo x >> /dev/shm/run; head -c {OUT_BYTES} /dev/zero; exit 3", key="r")
+        def run() -> dsec.RunResult:
+            return sbx.run(f"echo x >> /dev/shm/run; head -c {OUT_BYTES} /dev/zero; exit 3", key="r")
 
-            def command() -> dsec.RunResult:
-                return sh.run(f"echo x >> /dev/shm/command; head -c {OUT_BYTES} /dev/zero; (exit 4)", key="c")
+        def command() -> dsec.RunResult:
+            return sh.run(f"echo x >> /dev/shm/command; head -c {OUT_BYTES} /dev/zero; (exit 4)", key="c")
 
-            disk.fill(leave_bytes=2 * MIB)
-            told = run(), command()
-            assert [(done.exit_code, done.out.total) for done in told] == [(3, OUT_BYTES), (4, OUT_BYTES)]
-            assert (run(), command()) == told
-            killed(home)
-            home.dsec("up")
-            assert [(done.exit_code, done.out.total) for done in (run(), command())] == [(3, OUT_BYTES), (4, OUT_BYTES)]
-            disk.empty()
-            later = run(), command()
-            assert [(done.exit_code, done.out.total) for done in later] == [(3, OUT_BYTES), (4, OUT_BYTES)]
-            counted = sbx.run("wc -l < /dev/shm/run; wc -l < /dev/shm/command").stdout
-            assert counted == "1\n1\n"
-            assert sh.run("echo on").stdout == "on\n"
+        disk.fill(leave_bytes=2 * MIB)
+        told = run(), command()
+        assert [(done.exit_code, done.out.total) for done in told] == [(3, OUT_BYTES), (4, OUT_BYTES)]
+        assert (run(), command()) == told
+        killed(home)
+        home.dsec("up")
+        assert [(done.exit_code, done.out.total) for done in (run(), command())] == [(3, OUT_BYTES), (4, OUT_BYTES)]
+        disk.empty()
+        later = run(), command()
+        assert [(done.exit_code, done.out.total) for done in later] == [(3, OUT_BYTES), (4, OUT_BYTES)]
+        counted = sbx.run("wc -l < /dev/shm/run; wc -l < /dev/shm/command").stdout
+        assert counted == "1\n1\n"
+        assert sh.run("echo on").stdout == "on\n"
 
 
 def killed(home: Home) -> None:
