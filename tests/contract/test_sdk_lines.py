@@ -127,7 +127,7 @@ def test_a_time_that_is_over_says_what_came(sbx: dsec.Sandbox) -> None:
     program.stdin.write("one\ntwo\nthree\n")
     next(line for line in program.lines() if line == "three")
     assert program.wait_for("three", timeout_s=0) == "three"  # what was there in time is found, however far behind
-    with pytest.raises(dsec.DeadlineExceeded):
+    with pytest.raises(dsec.DeadlineExceeded, match="behind the line that the last call found"):
         program.wait_for("ready", timeout_s=0.2)
     with pytest.raises(dsec.InvalidSpec, match="timeout_s"):
         program.wait_for("ready", timeout_s="5")  # type: ignore[arg-type]  # as a caller without types may

@@ -258,6 +258,8 @@ def meant(word: str, known: Collection[str]) -> str:
     ours = ours or next((name for name in known if name.startswith(f"{word}_")), None)
     if ours is None and word in _WAYS:
         way_here = _WAYS[word]
+        if word == "text" and "length" in known:
+            return "; read_text(path) gives text"
         return f"; {_SPAWNED if way_here is _OUTPUT and 'on_output' not in known else way_here}"
     near = [ours] if ours else get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -100,8 +100,9 @@ class Splitter:
 class Wanted:
     """What `wait_for` looks for, and what it saw, for its error. Raises InvalidSpec for what is no pattern."""
 
-    def __init__(self, pattern: Pattern) -> None:
-        self._named = _named(pattern)
+    def __init__(self, pattern: Pattern, offsets: Offsets = _FIRST) -> None:
+        behind = " behind the line that the last call found" if offsets != _FIRST else ""
+        self._named = _named(pattern) + behind
         self._matches = _matcher(pattern)
         self._shown: deque[Line] = deque()
         self._shown_bytes = 0

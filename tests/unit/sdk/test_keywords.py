@@ -126,6 +126,7 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: s.files.write("/f", content=b""), "content", "did you mean data?"),
         (lambda s: s.files.write("/f", b"", 0o644), "data", "the others go by name: mode=, parents="),
         (lambda s: s.files.mkdir("/d", exist_ok=True), "exist_ok", "did you mean parents?"),
+        (lambda s: s.files.read("/f", text=True), "text", "read_text(path) gives text"),
         (lambda s: s.files.remove("/d", recurse=True), "recurse", "did you mean recursive?"),
         (lambda s: s.process("p-1").resize(height=1, width=2), "height", "did you mean rows?"),
         (lambda s: s.process("p-1").wait(timeout=2), "timeout", "did you mean timeout_s?"),

@@ -84,7 +84,7 @@ class AsyncLines:
 
 async def wait_for(process: AsyncProcess, pattern: Pattern, timeout_s: float | None, offsets: Offsets) -> Line:
     """The first line from there on that matches."""
-    wanted, limit_s = Wanted(pattern), seconds(timeout_s)
+    wanted, limit_s = Wanted(pattern, offsets), seconds(timeout_s)
     end = None if limit_s is None else time.monotonic() + limit_s
     follow = process.follow(offsets)
     lines = follow.lines()

@@ -86,7 +86,7 @@ class Lines:
 
 def wait_for(process: Process, pattern: Pattern, timeout_s: float | None, offsets: Offsets) -> Line:
     """The first line from there on that matches."""
-    wanted, limit_s = Wanted(pattern), seconds(timeout_s)
+    wanted, limit_s = Wanted(pattern, offsets), seconds(timeout_s)
     end = None if limit_s is None else time.monotonic() + limit_s
     follow = process.follow(offsets)
     lines = follow.lines()
