@@ -118,7 +118,7 @@ def test_a_time_that_is_over_says_what_came(sbx: dsec.Sandbox) -> None:
     program.stdin.write("starting\n>>> ")
     assert program.wait_for("starting", 60)
     with pytest.raises(
-        dsec.DeadlineExceeded, match=r"'>>>' within 0 s; it goes on\nand this, which is no line.*\n>>> $"
+        dsec.DeadlineExceeded, match=r"'>>>' within 0 s, behind .*; it goes on\nand this, which is no line.*\n>>> $"
     ):
         program.wait_for(">>>", timeout_s=0)
     program.stdin.write("ready\n")

@@ -101,8 +101,8 @@ class Wanted:
     """What `wait_for` looks for, and what it saw, for its error. Raises InvalidSpec for what is no pattern."""
 
     def __init__(self, pattern: Pattern, offsets: Offsets = _FIRST) -> None:
-        behind = " behind the line that the last call found" if offsets != _FIRST else ""
-        self._named = _named(pattern) + behind
+        self._named = _named(pattern)
+        self._behind = ", behind the line that the last call found" if offsets != _FIRST else ""
         self._matches = _matcher(pattern)
         self._shown: deque[Line] = deque()
         self._shown_bytes = 0
@@ -123,14 +123,15 @@ class Wanted:
         """The error for a program that has ended without the line."""
         how = "has ended" if result is None else f"ended {how_ended(result)} after {result.duration_s:.2f} s"
         detail = {} if result is None else {"exit_code": result.exit_code, "cause": result.cause}
-        text = f"{program} {how}, and no line of its output had {self._named}{self._last()}"
+        text = f"{program} {how}, and no line of its output had {self._named}{self._behind}{self._last()}"
         error = ProgramEnded(text, detail=detail)
         error.result = result
         return error
 
     def too_late(self, program: str, timeout_s: float) -> DeadlineExceeded:
         """The error for a line that has not come in time."""
-        text = f"no line of the output of {program} had {self._named} within {timeout_s:g} s; it goes on{self._last()}"
+        text = f"no line of the output of {program} had {self._named} within {timeout_s:g} s{self._behind}"
+        text += f"; it goes on{self._last()}"
         for part in self._parts:
             text += f"\nand this, which is no line yet, for want of a newline:\n{part[:_SHOWN_BYTES]}"
         return DeadlineExceeded(text)
