@@ -98,6 +98,8 @@ def test_the_newest_bytes_can_be_read_again(shared: Node, box: tuple[Client, str
 
     with shared.client() as asks:
         until_written(asks, name, len(LINES))
+        while not read(0, s=2)["d"].endswith(b"\n"):
+            time.sleep(0.01)
         for state in ("running", "done"):
             first = read(0)
             assert (first["o"], first["d"], first["state"]) == (0, LINES[:1000], state)
