@@ -166,7 +166,7 @@ def test_lost_sandbox_raises(home: Home) -> None:
 
 
 def test_wrong_configuration_is_refused(home: Home) -> None:
-    with pytest.raises(TypeError, match="tiemout"):
+    with pytest.raises(dsec.InvalidSpec, match="tiemout"):
         made(home, tiemout=3)
     with pytest.raises(dsec.InvalidSpec, match="memory_mib"):
         made(home, spec={"memory_mb": 3})
