@@ -249,6 +249,20 @@ def test_what_was_not_awaited_says_so() -> None:
         asyncio.run(client.create(memory=5))  # type: ignore[call-arg]  # what is refused
 
 
+def test_all_whose_result_is_entered_need_no_await() -> None:
+    client = dsec.AsyncClient("unix:///nowhere")
+    sandbox = dsec.AsyncSandbox(client, "sbx-n1-aaaaaaaaaaaaa")
+    calls = [client.create(), client.get("a"), sandbox.spawn("ls"), sandbox.session(), sandbox.get_session("p-1")]
+
+    async def enter(call: Any) -> None:
+        async with call:
+            pass
+
+    for call in calls:
+        with pytest.raises(dsec.NodeUnreachable):
+            asyncio.run(enter(call))
+
+
 def test_it_is_pythons_own_error_too(sbx: dsec.Sandbox) -> None:
     with pytest.raises(TypeError) as caught:
         sbx.run("ls", timeout=5)  # type: ignore[call-arg]  # what is refused
