@@ -24,9 +24,8 @@ def check_run_dir(config: NodeConfig, mount: Path | None) -> None:
     """Raises Conflict when what lives in this run directory belongs to another state directory, or to none any more.
 
     A node ends what lives there and has no row in its state: over another state, or where the disk with it is not
-    mounted, that is every sandbox. A living
-    keeper's own command line says whose it is; of one that has died, what the agent before us noted. `mount` is where
-    cgroup v2 is.
+    mounted, that is every sandbox. A living keeper's own command line says whose it is; of one that has died, what the
+    agent before us noted. `mount` is where cgroup v2 is.
     """
     from dsec.backends.container.keeper import living_keeper, options_of
 

@@ -26,7 +26,7 @@ from dsec.node.store import Statement, Store
 log = logging.getLogger("dsec.node.owed")
 
 RETRY_S: Final = 5.0
-# Of results; each may be 2 MiB. What is beyond is asked for again under its key.
+# Of results; each may be 4 MiB. What is beyond is asked for again under its key.
 RESULTS_MAX_BYTES: Final = 64 * MIB
 
 Key = tuple[str, str]

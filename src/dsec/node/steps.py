@@ -115,12 +115,12 @@ class Steps:
         return step
 
     def open(self, scope: str) -> list[Step]:
-        """Rows of a scope that were begun and never answered. Reads all its rows, but for the node's own scope."""
+        """Rows of a scope that were begun and never answered, of an agent before this one. Reads all its rows, but for
+        the node's own scope."""
         # Written out: the index of the node's scope serves only a query that names it.
         where = "scope = ''" if not scope else "scope = ?"
         sql = f"SELECT {_COLUMNS} FROM steps WHERE {where} AND state = {BEGUN}"
-        steps = (self._step(row) for row in self._store.read(sql, (scope,) if scope else ()))
-        return [step for step in steps if step.state == BEGUN]
+        return [Step(*row) for row in self._store.read(sql, (scope,) if scope else ())]
 
     def by_subject(self, scope: str, subject: str) -> Step | None:
         """The row about a process of a sandbox."""
