@@ -18,7 +18,7 @@ from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
 from dsec.sdk._sync.transport import Items, Retry
-from dsec.sdk.http1 import Broken, Garbage, Late, TooMuch
+from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
 from dsec.sdk.lines import seconds
 from dsec.sdk.values import path_bytes as _path
@@ -66,9 +66,6 @@ class Files:
                     answer.close()
             except Broken as error:
                 retry.after(error)
-            except TooMuch:
-                way = f"at most {codec.REPLY_MAX_BYTES >> 20} MiB at once; files.download() takes a file of any size"
-                raise InvalidSpec.field("length", "all of it" if length is None else length, way) from None
             except Garbage as error:
                 raise self._transport.garbage(error) from error
 

@@ -406,7 +406,8 @@ class Transport:
     def garbage(self, error: Garbage) -> NodeUnreachable | InvalidSpec:
         """The error for a server that does not speak our API, or for what is too much to be asked for at once."""
         if isinstance(error, TooMuch):
-            return InvalidSpec(f"{error}, the most that is taken at once; ask for parts of it, or read it as a stream")
+            way = "ask for parts of it (offset=), or take it as it comes: files.download(), or by iterating"
+            return InvalidSpec(f"{error}, the most that is taken at once; {way}")
         url = self.target.url
         return NodeUnreachable(
             f"what answers at {url} is not a dsec server: {error}; check the URL", detail={"url": url}
