@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -15,6 +14,7 @@ from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, Invalid
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
+from dsec.sdk._async.closing import AsyncClosing
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
@@ -269,7 +269,7 @@ class AsyncFiles:
             tree.close()
 
 
-class AsyncWatch:
+class AsyncWatch(AsyncClosing):
     """Changes below a path of a sandbox; see `files.watch`."""
 
     def __init__(self, files: AsyncFiles, query: str) -> None:
@@ -285,11 +285,6 @@ class AsyncWatch:
         while self._items is None:
             await self._connect(retry)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Watch no longer; whoever waits for a change, in another thread too, is told that it has ended."""

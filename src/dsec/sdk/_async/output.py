@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
 from dsec.sdk import codec
+from dsec.sdk._async.closing import AsyncClosing
 from dsec.sdk._async.net import sleep
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage, Late
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dsec.sdk._async.socket import AsyncSocket
 
 
-class AsyncFollow:
+class AsyncFollow(AsyncClosing):
     """Both streams of a program as they come, to its end: an iterator of `(stream, data)`, on a connection of its own.
 
     A connection that breaks is made again where it was: no byte is lost or comes twice. `offsets`: the next byte of
@@ -74,14 +74,6 @@ class AsyncFollow:
             elif item.result is not None or item.program is not None:
                 await self._end(item)
         raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def lines(self) -> AsyncLines:
         """What comes as whole lines, from where it is now on."""
@@ -199,7 +191,7 @@ class AsyncFollow:
                 self._on_broken(broken)
 
 
-class AsyncReader:
+class AsyncReader(AsyncClosing):
     """One stream of a program as it comes, to its end: an iterator of bytes, on a connection of its own.
 
     A `for` loop that was left goes on where it was with the same reader. `offset`: the next byte. `dropped`: bytes that
@@ -228,14 +220,6 @@ class AsyncReader:
             stream, data = await self._follow.__anext__()
             if stream == self._stream:
                 return data
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Read no longer. The program goes on."""

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -17,6 +16,7 @@ from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, Invalid
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
 from dsec.sdk import bodies, codec, local
+from dsec.sdk._sync.closing import Closing
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
@@ -267,7 +267,7 @@ class Files:
             tree.close()
 
 
-class Watch:
+class Watch(Closing):
     """Changes below a path of a sandbox; see `files.watch`."""
 
     def __init__(self, files: Files, query: str) -> None:
@@ -283,11 +283,6 @@ class Watch:
         while self._items is None:
             self._connect(retry)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Watch no longer; whoever waits for a change, in another thread too, is told that it has ended."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
+from dsec.sdk._sync.closing import Closing
 from dsec.sdk.http1 import Late
 from dsec.sdk.keywords import explained
 from dsec.sdk.lines import Line, Offsets, Pattern, Splitter, Wanted, seconds
@@ -24,7 +24,7 @@ _LOOK_S: Final = 1.0
 
 
 @explained
-class Lines:
+class Lines(Closing):
     """Both streams of a program by lines, each once its newline is there, to the end: an iterator of `Line`.
 
     A loop that was left goes on where it was with the same iterator. `dropped`: bytes of each stream that are not kept
@@ -69,14 +69,6 @@ class Lines:
                 continue
             self._ready.extend(self._splitter.feed(stream, data, self._follow.offsets[stream]))
         return self._ready.popleft()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Read no longer. The program goes on."""

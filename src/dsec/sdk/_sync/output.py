@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
 from dsec.sdk import codec
+from dsec.sdk._sync.closing import Closing
 from dsec.sdk._sync.net import sleep
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage, Late
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsec.sdk._sync.socket import Socket
 
 
-class Follow:
+class Follow(Closing):
     """Both streams of a program as they come, to its end: an iterator of `(stream, data)`, on a connection of its own.
 
     A connection that breaks is made again where it was: no byte is lost or comes twice. `offsets`: the next byte of
@@ -76,14 +76,6 @@ class Follow:
             elif item.result is not None or item.program is not None:
                 self._end(item)
         raise StopIteration
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def lines(self) -> Lines:
         """What comes as whole lines, from where it is now on."""
@@ -201,7 +193,7 @@ class Follow:
                 self._on_broken(broken)
 
 
-class Reader:
+class Reader(Closing):
     """One stream of a program as it comes, to its end: an iterator of bytes, on a connection of its own.
 
     A `for` loop that was left goes on where it was with the same reader. `offset`: the next byte. `dropped`: bytes that
@@ -230,14 +222,6 @@ class Reader:
             stream, data = self._follow.__next__()
             if stream == self._stream:
                 return data
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Read no longer. The program goes on."""
