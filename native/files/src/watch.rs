@@ -261,13 +261,13 @@ impl Watch {
     /// Whether the root's path leads to something else, under which nothing may be told. The kernel tells of the root's
     /// own moves, and not of those above it.
     fn elsewhere(&mut self) -> bool {
-        match identity(&self.root) {
-            Ok(found) if found != self.root_is => self.gone = true,
+        let found = identity(&self.root);
+        self.gone |= match found {
+            Ok(found) => found != self.root_is,
             // It was removed, which may be unread; or it is somewhere else, and what happened before is told.
-            Err(_) if ioctl_fionread(&self.events) == Ok(0) => self.gone = true,
-            _ => return false,
-        }
-        identity(&self.root).is_ok()
+            Err(_) => ioctl_fionread(&self.events) == Ok(0),
+        };
+        found.is_ok_and(|found| found != self.root_is)
     }
 
     /// When nothing is unread after a look, nothing of what it found will be told again.
@@ -501,9 +501,7 @@ impl Watch {
         let mut anew = self.recursive && followed;
         let unsure = directory || self.ahead;
         if events.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) {
-            let new = events.contains(ReadFlags::CREATE) && !self.ahead;
-            let kind = if new { Kind::Created } else { Kind::Placed };
-            self.changes.note(path.clone(), kind, directory);
+            self.changes.note(path.clone(), Kind::Created, unsure);
         } else if events.contains(ReadFlags::MOVED_FROM) {
             self.changes.moved_away(path.clone(), unsure);
         } else {
@@ -571,15 +569,21 @@ mod tests {
         let mut watch = Watch::new(dir.as_os_str().as_bytes(), true, None).unwrap();
         watch.begin().unwrap();
         std::fs::create_dir(dir.join("d")).unwrap();
-        std::fs::write(dir.join("d/x"), b"").unwrap();
+        // Also what looks like a copy of ours: it was told to be there.
+        for name in ["d/x", "d/.dsec-x"] {
+            std::fs::write(dir.join(name), b"").unwrap();
+        }
         let made = ReadFlags::CREATE | ReadFlags::ISDIR;
         watch.named(&mut conn, b"d".to_vec(), made).unwrap();
         watch.send(&mut conn).unwrap();
         for events in [ReadFlags::CREATE, ReadFlags::DELETE] {
-            watch.named(&mut conn, b"d/x".to_vec(), events).unwrap();
+            for path in [&b"d/x"[..], b"d/.dsec-x"] {
+                watch.named(&mut conn, path.to_vec(), events).unwrap();
+            }
         }
         let told = watch.changes.settle(|_| None);
         std::fs::remove_dir_all(&dir).unwrap();
-        assert_eq!(told, [(b"d/x".to_vec(), Kind::Deleted)]);
+        let gone = |path: &[u8]| (path.to_vec(), Kind::Gone);
+        assert_eq!(told, [gone(b"d/.dsec-x"), gone(b"d/x")]);
     }
 }

@@ -13,9 +13,6 @@ use crate::temp::TEMP_PREFIX;
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
     Created,
-    /// Something else may have had the name before, and nothing says so.
-    #[serde(rename = "created")]
-    Placed,
     Modified,
     Attributes,
     Deleted,
@@ -29,12 +26,10 @@ fn coalesce(before: Option<Kind>, now: Kind) -> Kind {
     match (before, now) {
         (None, now) => now,
         (Some(Kind::Created | Kind::Gone), Kind::Deleted) => Kind::Gone,
-        (Some(Kind::Gone), Kind::Placed) => Kind::Placed,
         (Some(Kind::Created | Kind::Gone), _) => Kind::Created,
         // Another file of the same name.
-        (Some(Kind::Deleted), Kind::Created | Kind::Placed) => Kind::Modified,
+        (Some(Kind::Deleted), Kind::Created) => Kind::Modified,
         (Some(_), Kind::Deleted) => Kind::Deleted,
-        (Some(Kind::Placed), _) => Kind::Placed,
         (Some(Kind::Attributes), now) => now,
         (Some(before), _) => before,
     }
@@ -46,16 +41,15 @@ struct Story {
     /// Something was moved away from here. In an exchange what comes is told of first: only a look says what is there.
     look: bool,
     /// What is there is told as created, not as modified: one of those that had the name was a directory, or was in one
-    /// that is another now, so that more than this is new; or the client may know of none that had the name before.
+    /// that is another now, so that more than this is new; or a look ran ahead, and what the client knows is not known.
     anew: bool,
 }
 
 impl Story {
     fn then(mut self, now: Kind) -> Self {
-        self.anew |= matches!(self.kind, None | Some(Kind::Gone)) && now == Kind::Placed;
         self.kind = Some(coalesce(self.kind, now));
         if self.anew && self.kind == Some(Kind::Modified) {
-            self.kind = Some(Kind::Placed);
+            self.kind = Some(Kind::Created);
         }
         self
     }
@@ -67,8 +61,10 @@ impl Story {
             (_, None) => Some(Kind::Deleted),
             (kind, Some(FileType::Unknown)) => kind,
             (None | Some(Kind::Gone), Some(_)) => Some(Kind::Created),
-            (Some(Kind::Deleted | Kind::Modified), Some(FileType::Directory)) => Some(Kind::Placed),
-            (Some(Kind::Deleted), Some(_)) if self.anew => Some(Kind::Placed),
+            (Some(Kind::Deleted | Kind::Modified), Some(FileType::Directory)) => {
+                Some(Kind::Created)
+            }
+            (Some(Kind::Deleted), Some(_)) if self.anew => Some(Kind::Created),
             (Some(Kind::Deleted), Some(_)) => Some(Kind::Modified),
             (kind, Some(_)) => kind,
         }
@@ -135,8 +131,9 @@ impl Changes {
             } else {
                 story.kind
             };
-            // Of a copy of ours that has its own name by now nobody wants to hear.
-            let ours = kind == Some(Kind::Gone) && split(&path).1.starts_with(TEMP_PREFIX);
+            // Of a copy of ours that has its own name by now nobody wants to hear, unless it was told of before.
+            let passed = kind == Some(Kind::Gone) && !story.anew;
+            let ours = passed && split(&path).1.starts_with(TEMP_PREFIX);
             told.extend(kind.filter(|_| !ours).map(|kind| (path, kind)));
         }
         self.bytes = 0;
@@ -168,7 +165,7 @@ pub(super) fn below<T>(all: &BTreeMap<Vec<u8>, T>, path: &[u8]) -> Vec<Vec<u8>> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Kind::{Attributes, Created, Deleted, Gone, Modified, Placed};
+    use Kind::{Attributes, Created, Deleted, Gone, Modified};
 
     #[test]
     fn changes_of_one_path_are_one() {
@@ -182,10 +179,6 @@ mod tests {
             (&[Attributes, Modified], Some(Modified)),
             (&[Modified, Attributes], Some(Modified)),
             (&[Modified, Deleted], Some(Deleted)),
-            (&[Placed, Modified, Attributes], Some(Placed)),
-            (&[Placed, Deleted], Some(Deleted)),
-            (&[Created, Placed, Deleted], Some(Gone)),
-            (&[Deleted, Placed], Some(Modified)),
         ] {
             let fold = |before, now: &Kind| Some(coalesce(before, *now));
             let found = all.iter().fold(None, fold);
@@ -197,18 +190,17 @@ mod tests {
     #[test]
     fn a_path_that_was_moved_from_is_told_of_by_what_is_there() {
         const AWAY: Option<Kind> = None;
-        let (gone, made, placed) = (Some(Deleted), Some(Created), Some(Placed));
+        let (gone, made) = (Some(Deleted), Some(Created));
         let passed = Some(Gone);
         let other = Some(Modified);
         for (all, told) in [
-            (&[AWAY][..], [other, placed, gone]),
-            (&[placed, AWAY], [placed, placed, gone]),
-            (&[placed, AWAY, placed], [placed, placed, gone]),
+            (&[AWAY][..], [other, made, gone]),
+            (&[made, AWAY, made], [made, made, passed]),
             (&[made, AWAY], [made, made, passed]),
             (&[made, AWAY, AWAY], [made, made, passed]),
             (&[made, AWAY, other], [made, made, passed]),
-            (&[AWAY, placed], [other, placed, gone]),
-            (&[AWAY, gone], [other, placed, gone]),
+            (&[AWAY, made], [other, made, gone]),
+            (&[AWAY, gone], [other, made, gone]),
         ] {
             let sorts = [Some(FileType::RegularFile), Some(FileType::Directory), None];
             for (there, kind) in sorts.into_iter().zip(told) {
@@ -232,7 +224,7 @@ mod tests {
         let mut changes = Changes::default();
         changes.note(b"d".to_vec(), Deleted, true);
         changes.note(b"d".to_vec(), Created, false);
-        assert_eq!(changes.settle(|_| None), [(b"d".to_vec(), Placed)]);
+        assert_eq!(changes.settle(|_| None), [(b"d".to_vec(), Created)]);
         changes.moved_away(b"d".to_vec(), true);
         changes.note(b"d/f".to_vec(), Created, false);
         changes.note(b"d-f".to_vec(), Created, false);
