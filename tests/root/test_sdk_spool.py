@@ -80,9 +80,11 @@ def test_one_that_may_miss_some_is_told_how_much(sbx: dsec.Sandbox) -> None:
 
 def test_the_newest_keep_their_output_and_of_older_ones_head_and_tail_are_left(sbx: dsec.Sandbox) -> None:
     data = lines(600_000)
-    first, second = (sbx.spawn(seq(600_000), stdin=False) for _ in range(2))
-    for program in (first, second):
-        assert program.wait().stdout_bytes[:9] == data[:9]
+    programs = []
+    for _ in range(2):  # the second ends after the first
+        programs.append(sbx.spawn(seq(600_000), stdin=False))
+        assert programs[-1].wait().stdout_bytes[:9] == data[:9]
+    first, second = programs
     for _ in range(PROGRAMS_KEPT - 1):
         sbx.spawn(["true"], stdin=False).wait()
     assert second.output() == data, "it is one of the newest"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import fcntl
 import os
+import signal
 import termios
 import time
 from typing import Any
@@ -127,6 +128,20 @@ def test_the_newest_bytes_can_be_read_again(shared: Node, box: tuple[Client, str
         with pytest.raises(RuntimeFault) as none:
             asks.call("run.read", sandbox=name, run="none", s=1)
         assert none.value.code == "not_found"
+
+
+def test_a_run_that_is_forgotten_while_it_is_read_is_not_found(shared: Node, box: tuple[Client, str]) -> None:
+    """Its sandbox has not ended: who asks for output reads what is recorded then."""
+    c, name = box
+    c.call("run.start", **run_plan(name, "r", sh("seq 300000"), head_bytes=1000, tail_bytes=1000, spool_bytes=4 << 20))
+    pid = shared.runtime_pid()
+    os.kill(pid, signal.SIGSTOP)  # for both to be taken in one turn, and the disk to be read after it
+    read = c.send("run.read", {"sandbox": name, "run": "r", "s": 1, "offset": 2000, "max": 1 << 20})
+    forget = c.send("run.forget", {"sandbox": name, "run": "r"})
+    os.kill(pid, signal.SIGCONT)
+    answers = {frame["id"]: frame for frame in (c.recv() for _ in range(2))}
+    assert "ok" in answers[forget]
+    assert answers[read]["err"]["code"] == "not_found"
 
 
 @pytest.mark.parametrize("spool", [64 << 10, 1 << 20])

@@ -366,7 +366,7 @@ impl Server {
         tries: u32,
     ) {
         let Some(run) = self.runs.get(&index) else {
-            return self.answer(client, id, Err::<Kept, _>(super::results::gone()));
+            return self.answer(client, id, Err::<Kept, _>(super::results::forgotten()));
         };
         let stream = &run.streams[s];
         let (mut from, mut end) = run.kept_from(s, offset);
@@ -389,7 +389,7 @@ impl Server {
                 gap,
                 state: run.state(),
             });
-            server.answer(client, id, kept.ok_or_else(super::results::gone));
+            server.answer(client, id, kept.ok_or_else(super::results::forgotten));
         });
     }
 }

@@ -370,6 +370,11 @@ pub(super) fn gone() -> LaunchError {
     LaunchError::new(Code::Gone, "the sandbox has ended")
 }
 
+/// Of a run of which nothing is known any more, while something was fetched for it.
+pub(super) fn forgotten() -> LaunchError {
+    LaunchError::new(Code::NotFound, "the run was forgotten meanwhile")
+}
+
 /// What a counter has grown by.
 pub(super) fn since(counter: fn(RunUsage) -> u64, before: u64) -> impl Fn(RunUsage) -> u64 {
     move |used| counter(used).saturating_sub(before)
