@@ -315,6 +315,10 @@ class Runtime(Protocol):
 
     async def usage(self) -> Usage: ...
 
+    async def oom_kills(self) -> int:
+        """How many processes the kernel has ended for want of memory: at least the file helpers, also past ones."""
+        ...
+
 
 class Backend(Protocol):
     """A way to run sandboxes on this node."""

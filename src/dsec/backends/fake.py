@@ -373,6 +373,9 @@ class FakeRuntime:
         cpu = box.cpu_s + sum(run.cpu_s for run in box.runs.values())
         return Usage(cpu_user_s=cpu, memory_bytes=memory, memory_peak_bytes=memory, disk_bytes=0, pids=1 + len(running))
 
+    async def oom_kills(self) -> int:
+        return 0
+
 
 async def _grace(runs: list[FakeRun], grace_s: float, clock: Clock) -> None:
     """Wait until all have ended, at most as long as the clock says."""

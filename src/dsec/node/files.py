@@ -14,9 +14,9 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from dsec.backends.base import DataSink, Files, Piece
-from dsec.model.errors import FileNotFound, InvalidSpec, Unknown
+from dsec.model.errors import DsecError, Exhausted, FileNotFound, InvalidSpec, LaunchFailed, Unknown
 from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, Listing, TreeReport, Written
-from dsec.model.limits import DIFF_MAX, LIST_PAGE_MAX, PATH_MAX_BYTES
+from dsec.model.limits import DIFF_MAX, LIST_PAGE_MAX, MIB, PATH_MAX_BYTES
 from dsec.model.specs import check_user
 from dsec.node.box import Box
 from dsec.node.core import Core, check_key, encode
@@ -158,8 +158,11 @@ class FileCalls:
 
         box.running_guest()
         with self._core.going_on(box):
-            async with box.helpers.use((name, diff), open_helper) as helper:
-                yield helper
+            try:
+                async with box.helpers.use((name, diff), open_helper) as helper:
+                    yield helper
+            except (HelperGone, LaunchFailed) as error:
+                raise await _with_reason(box, error) from error
 
     async def do(self, ref: str, call: Call[T], *, user: str | None = None, key: str | None = None) -> T:
         """Under a key at most once; without one as often as it is asked for, for what can be repeated."""
@@ -171,7 +174,7 @@ class FileCalls:
             except HelperGone as error:
                 if call.changes and error.detail.get("asked") is not False:
                     text = f"{call.kind} was begun; whether it took effect is not known: {error.message}"
-                    raise Unknown(text, sandbox_id=error.sandbox_id) from error
+                    raise Unknown(text, detail=error.detail, sandbox_id=error.sandbox_id) from error
                 raise
 
         async def done() -> T:
@@ -275,6 +278,24 @@ class FileCalls:
                 return await helper.diff(path, limit=limit, sink=begun.by(sink))
 
         return await begun.once_more(attempt)
+
+
+async def _with_reason(box: Box, error: HelperGone | LaunchFailed) -> DsecError:
+    """The error with why a helper may have ended: it lives on the sandbox's memory, as all in it does."""
+    killed = 0
+    if box.runtime is not None:
+        with suppress(DsecError):
+            killed = await box.runtime.oom_kills()
+    if not killed:
+        return error
+    mib = box.info.spec.memory_mib
+    message = (
+        f"{error.message}: the sandbox has no memory left for it: its kernel has ended {killed} processes to keep to "
+        f"{mib} MiB (memory_mib)"
+    )
+    detail = error.detail | {"resource": "memory", "memory_limit_bytes": mib * MIB}
+    kind = HelperGone if isinstance(error, HelperGone) else Exhausted
+    return kind(message, detail=detail, sandbox_id=box.id)
 
 
 class _Begun:

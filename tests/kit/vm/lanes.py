@@ -65,6 +65,7 @@ LEFT_OUT = {
     "tests/root/runtime/test_terminals.py": "a guest has no time for it each time; passed on both by name",
     "tests/root/runtime/test_terminal_deaths.py": "a guest has no time for it each time; passed on both by name",
     "tests/root/test_file_deaths.py": "the SDK and the node over helpers that are killed; no kernel changes its answer",
+    "tests/root/test_files_without_memory.py": "runtime/test_limits.py has the count of kills that it reads",
     "tests/root/test_inventory.py": "of the tests' own eyes; what they look at is the same on every kernel",
     "tests/root/test_model_files.py": "thousands of calls; what a kernel decides of them is in runtime/test_files.py",
     "tests/root/test_sdk_events.py": SLOW,

@@ -54,10 +54,16 @@ class ContainerRuntime:
         return self._stopped
 
     async def usage(self) -> Usage:
+        return plans.usage(await self._used())
+
+    async def oom_kills(self) -> int:
+        return (await self._used()).oom_kills
+
+    async def _used(self) -> v.SandboxUsage:
         if (exit_ := known(self._ended)) is not None:
             raise lost(self._handle.id, exit_)
         try:
-            return plans.usage(await self._client.usage(self._handle.id))
+            return await self._client.usage(self._handle.id)
         except NotFound as error:
             raise SandboxLost(error.message, sandbox_id=self._handle.id) from error
 
