@@ -163,7 +163,7 @@ class LocalProgram:
 
 
 class PtyNode:
-    """The script of a server with one sandbox."""
+    """The script of a server with one sandbox, without events."""
 
     def __init__(self) -> None:
         self.programs: dict[str, LocalProgram] = {}
@@ -173,7 +173,11 @@ class PtyNode:
         url = urlsplit(request.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         rest = url.path.partition(f"/{SANDBOX}/processes")[2].split("/")
-        if "/processes" not in url.path:
+        if url.path.endswith("/events"):
+            wire.stream()
+            wire.item({"done": True})
+            wire.end()
+        elif "/processes" not in url.path:
             wire.answer(INFO)
         elif len(rest) == 1 and request.method == "POST":
             self.specs.append(msgspec.msgpack.decode(request.body))

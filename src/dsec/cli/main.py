@@ -32,6 +32,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "ps": ("sandboxes", "ps", "list sandboxes, or the processes of one"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "events": ("events", "events", "what happened to a sandbox, and with -f what happens"),
+    "kill": ("kill", "kill", "end programs of a sandbox with all they have started, or send them a signal"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
     "rm": ("sandboxes", "stop", ""),
     "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job (`dsec ps --job NAME` lists them)"),
@@ -129,7 +130,7 @@ def _call(name: str, args: list[str]) -> int:
     if not getattr(module, "OF_THIS_MACHINE", False):
         add_url(parser)
     getattr(module, f"{prefix}_options")(parser)
-    given, unknown = parser.parse_known_args(args)
+    given, unknown = parser.parse(args)
     if unknown:
         words = args[args.index(unknown[0]) :] if unknown[0] in args else unknown
         from dsec.cli.words import meant_option

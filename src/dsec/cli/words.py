@@ -16,7 +16,8 @@ _AS_THEY_ARE: Final = frozenset(
 )
 # Commands of other tools, mostly docker's, and what does the same here.
 COMMANDS_ELSEWHERE: Final = {
-    **dict.fromkeys(("kill", "delete", "destroy", "terminate", "remove"), "dsec stop SANDBOX"),
+    **dict.fromkeys(("delete", "destroy", "terminate", "remove"), "dsec stop SANDBOX"),
+    **dict.fromkeys(("pkill", "signal"), "dsec kill [-s SIGNAL] SANDBOX PROGRAM"),
     **dict.fromkeys(("create", "start", "new"), "dsec run -d"),
     **dict.fromkeys(("images", "image"), "dsec layer ls"),
     **dict.fromkeys(("pull", "load", "import", "build"), "dsec layer import SOURCE NAME"),

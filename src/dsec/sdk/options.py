@@ -82,7 +82,7 @@ def advice(target: Target, why: str, cause: BaseException | None) -> str:
     if target.scheme == "unix":
         if isinstance(cause, PermissionError):
             return "its socket is for its user, usually root, only: sudo, or DSEC_URL and DSEC_API_KEY of a node on TCP"
-        return "is it running? `dsec up` starts it"
+        return "is it running? `dsec up` starts it; DSEC_RUN_DIR or DSEC_URL names another node"
     # By name: importing ssl costs a local command's start some 15 ms.
     if type(cause).__name__ == "SSLCertVerificationError":
         return f"{_CERT_FILE_ENV} names the file of certificates to trust (the node's, or its authority's)"

@@ -115,7 +115,9 @@ def test_what_is_mistyped_or_of_another_tool_is_guessed(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("kill x", "no command 'kill'; `dsec stop SANDBOX` may be what is meant\n"),
+        ("destroy x", "no command 'destroy'; `dsec stop SANDBOX` may be what is meant\n"),
+        ("cp -r a x:/b", "a directory is copied with all below it"),
+        ("inspect x p-1", "`dsec ps -a SANDBOX` and `dsec events SANDBOX` tell of its programs"),
         ("rmi x", "`dsec layer rm LAYER` may be"),
         ("run -v /a:/b true", "unrecognized arguments: -v; nothing of the host is seen inside"),
         ("run --rm true", "unless --keep is given"),
@@ -139,7 +141,7 @@ def test_what_there_is_instead_is_said(line: str, told: str, capsys: pytest.Capt
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["kill x", "nonsense", "--name x run", "run --memory 5 true", "exec --bogus x y"])
+@pytest.mark.parametrize("line", ["destroy x", "nonsense", "--name x run", "run --memory 5 true", "exec --bogus x y"])
 def test_what_is_wrong_is_the_last_thing_on_the_screen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
         assert main(line.split()) == 2

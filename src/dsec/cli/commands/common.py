@@ -31,6 +31,11 @@ def client(args: argparse.Namespace) -> Client:
     return Client(args.url)
 
 
+def is_program(ref: str) -> bool:
+    """Whether it has the form of a program's id."""
+    return ref.startswith("p-")
+
+
 def pairs(option: str, items: Sequence[str] | None) -> dict[str, str]:
     """`KEY=VALUE` options as a dict."""
     found = {}

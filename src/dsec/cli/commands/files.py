@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dsec.cli.commands.common import client
 from dsec.cli.terminal import note, safe, size
-from dsec.model.errors import FileError, FileNotFound, InvalidSpec
+from dsec.model.errors import FileError, FileExists, FileNotFound, InvalidSpec
 
 if TYPE_CHECKING:
     import argparse
@@ -24,73 +26,112 @@ _PROGRESS_AFTER_S: Final = 1.0
 
 def cp_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec cp`."""
-    parser.add_argument("source", help="a local path, SANDBOX:PATH, or - for standard input")
+    about = "a local path, SANDBOX:PATH, or - for standard input; several go into a directory"
+    parser.add_argument("source", nargs="+", help=about)
     parser.add_argument("target", help="SANDBOX:PATH, a local path, or - for standard output")
+    about = "copy only to a path at which nothing is"
+    parser.add_argument("-n", "--no-clobber", action="store_true", help=about)
     parser.add_argument("--user", "-u", help="with the rights of this user of the sandbox (default: its own)")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
 
 
+def cp_hint(words: list[str]) -> str:
+    """What to say of options that `dsec cp` does not have."""
+    if words[0] in ("-r", "-R", "-a", "-p", "--recursive", "--archive", "-rf", "-av", "-rp"):
+        return "; a directory is copied with all below it, with its modes, without an option"
+    return ""
+
+
 def cp_command(args: argparse.Namespace) -> int:
-    """Copy a file or a directory with all below it, into a sandbox or out of one."""
-    source, target = _split(args.source), _split(args.target)
-    try:
-        return _copy(args, source, target)
-    except FileError as error:
-        inside = (source or target or ("",))[0]
-        raise type(error)(f"{inside}: {error.message}", detail=error.detail) from error
+    """Copy files or directories with all below them, into a sandbox or out of one."""
+    sources, target = [(text, _split(text)) for text in args.source], _split(args.target)
+    if any((source is None) == (target is None) for _, source in sources):
+        raise InvalidSpec(
+            "either the last or all before it must be SANDBOX:PATH (./a:b for a local file with a colon), and of those "
+            "of one copy the others are local paths"
+        )
+    names = {target[0]} if target is not None else {source[0] for _, source in sources if source is not None}
+    made = client(args)
+    copies = {name: _Copies(made.get(name).files, args) for name in names}
+    if len(sources) > 1:
+        _check_several(args.target, target, copies)
+    failed = 0
+    for text, source in sources:
+        name, inside = target or source or ("", "")
+        try:
+            copies[name].copy(text if target is not None else inside, inside if target is not None else args.target)
+        except FileError as error:
+            told = type(error)(f"{name}: {error.message}", detail=error.detail)
+            if len(sources) == 1:
+                raise told from error
+            note(f"dsec: {told.message}")
+            failed += 1
+    return 1 if failed else 0
 
 
-def _copy(args: argparse.Namespace, source: tuple[str, str] | None, target: tuple[str, str] | None) -> int:
-    if (source is None) == (target is None):
-        raise InvalidSpec("exactly one of the two must be SANDBOX:PATH (./a:b for a local file with a colon)")
-    progress = _Progress(quiet=args.quiet)
-    if target is not None:
-        files = client(args).get(target[0]).files
-        report = _into(files, args.source, target[1], args.user, progress)
-    else:
-        assert source is not None
-        files = client(args).get(source[0]).files
-        report = _out(files, source[1], args.target, args.user, progress)
-    progress.end()
-    if report is not None and report.skipped.count:
+def _check_several(text: str, target: tuple[str, str] | None, copies: Mapping[str, _Copies]) -> None:
+    """Several sources go into a directory that is there, as with cp."""
+    there = Path(text).is_dir() if target is None else copies[target[0]].is_directory(target[1])
+    if not there:
+        raise InvalidSpec(f"{text} is no directory that is there, and several sources are to go into it")
+
+
+class _Copies:
+    """Copies into a sandbox or out of it."""
+
+    def __init__(self, files: Files, args: argparse.Namespace) -> None:
+        self._files = files
+        self._into = _split(args.target) is not None
+        self._user: str | None = args.user
+        self._replace: bool = not args.no_clobber
+        self._quiet: bool = args.quiet
+
+    def is_directory(self, path: str) -> bool:
+        """Whether one is there, inside."""
+        try:
+            return self._files.stat(path or ".", user=self._user).type == "directory"
+        except FileNotFound:
+            return False
+
+    def copy(self, source: str, target: str) -> None:
+        """One of them."""
+        progress = _Progress(quiet=self._quiet)
+        report = self._in(source, target, progress) if self._into else self._out(source, target, progress)
+        progress.end()
+        if report is not None:
+            _tell(report, quiet=self._quiet)
+
+    def _in(self, source: str, target: str, progress: _Progress) -> TreeReport | None:
+        if source == "-":
+            self._files.write(target, sys.stdin.buffer.read(), exclusive=not self._replace, user=self._user)
+            return None
+        local = Path(source)
+        if not local.exists():
+            raise InvalidSpec(f"no file or directory {source!r} on this machine", detail={"field": "source"})
+        if self.is_directory(target) or (target.endswith("/") and not local.is_dir()):
+            target = f"{target or '.'}{'' if target.endswith('/') else '/'}{local.resolve().name}"
+        return self._files.upload(local, target, replace=self._replace, user=self._user, on_progress=progress.show)
+
+    def _out(self, source: str, target: str, progress: _Progress) -> TreeReport | None:
+        if target == "-":
+            sys.stdout.buffer.write(self._files.read(source, user=self._user))
+            sys.stdout.buffer.flush()
+            return None
+        local = Path(target)
+        if local.is_dir() or (target.endswith("/") and not self.is_directory(source)):
+            local.mkdir(parents=True, exist_ok=True)
+            local = local / (source.rstrip("/").rpartition("/")[2] or "root")
+        if not self._replace and os.path.lexists(local):
+            raise FileExists(f"{local} is there, and --no-clobber leaves it")
+        return self._files.download(source, local, user=self._user, on_progress=progress.show)
+
+
+def _tell(report: TreeReport, *, quiet: bool) -> None:
+    if report.skipped.count:
         named = ", ".join(f"{safe(one.path)} ({one.why})" for one in report.skipped.named[:3])
         note(f"dsec: left out: {report.skipped.count}: {named}")
-    if report is not None and not args.quiet and sys.stderr.isatty():
+    if not quiet and sys.stderr.isatty():
         note(f"{report.entries} files, {size(report.bytes)}")
-    return 0
-
-
-def _into(files: Files, source: str, target: str, user: str | None, progress: _Progress) -> TreeReport | None:
-    if source == "-":
-        files.write(target, sys.stdin.buffer.read(), user=user)
-        return None
-    local = Path(source)
-    if not local.exists():
-        raise InvalidSpec(f"no file or directory {source!r} on this machine", detail={"field": "source"})
-    return files.upload(local, _remote(files, target, local.resolve().name, user), user=user, on_progress=progress.show)
-
-
-def _remote(files: Files, target: str, name: str, user: str | None) -> str:
-    """As cp: into a directory that is there, or is said to be one, else that very path."""
-    if target.endswith("/"):
-        return target + name
-    try:
-        there = files.stat(target or ".", user=user)
-    except FileNotFound:
-        return target
-    return f"{target or '.'}/{name}" if there.type == "directory" else target
-
-
-def _out(files: Files, source: str, target: str, user: str | None, progress: _Progress) -> TreeReport | None:
-    if target == "-":
-        sys.stdout.buffer.write(files.read(source, user=user))
-        sys.stdout.buffer.flush()
-        return None
-    local = Path(target)
-    if target.endswith("/") or local.is_dir():
-        local.mkdir(parents=True, exist_ok=True)
-        local = local / (source.rstrip("/").rpartition("/")[2] or "root")
-    return files.download(source, local, user=user, on_progress=progress.show)
 
 
 def _split(text: str) -> tuple[str, str] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import stat
 import sys
+import termios
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -246,6 +248,10 @@ def exec_command(args: argparse.Namespace) -> int:
     if args.detach:
         sigterm_ends()
         advise(args.command, terminal=False)
+        if args.interactive and not args.no_stdin and piped_in():  # without -i it may well be the rest of a loop's list
+            note(
+                "dsec: with -d what is piped in is not read: the program's input stays open, and `dsec attach` fills it"
+            )
         print(_start(client(args).get(args.sandbox), command, args, stdin=args.interactive, tty=args.tty).id)
         return 0
     if args.tty:
@@ -372,6 +378,20 @@ def piped() -> bool:
     except (OSError, ValueError):  # closed
         return False
     return any(is_a(mode) for is_a in _PIPED)
+
+
+def piped_in() -> bool:
+    """Whether something is there to be read: who calls us may leave us any pipe or file of his own."""
+    if not piped():
+        return False
+    try:
+        fd = sys.stdin.fileno()
+        about = os.fstat(fd)
+        if stat.S_ISREG(about.st_mode):
+            return os.lseek(fd, 0, os.SEEK_CUR) < about.st_size
+        return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) > 0
+    except OSError:
+        return False
 
 
 def sigterm_ends() -> None:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from dsec.cli.commands.common import client, pairs
+from dsec.cli.commands.common import client, is_program, pairs
+from dsec.cli.started import ENDED
 from dsec.cli.terminal import age, note, show_json, size, table
 from dsec.cli.words import said
 from dsec.model import limits
-from dsec.model.errors import DsecError, InvalidSpec
+from dsec.model.errors import DsecError, InvalidSpec, NotFound
 
 if TYPE_CHECKING:
     import argparse
 
+    from dsec.cli.started import Started
     from dsec.model.states import SandboxInfo
+    from dsec.sdk._sync.client import Client
+    from dsec.sdk._sync.sandbox import Sandbox
     from dsec.sdk.programs import ProcessInfo
     from dsec.sdk.values import States
 
 
 COMMAND_CHARS: Final = 120
 EVENTS_SHOWN: Final = 20
-ENDED: Final = ("stopped", "lost")
 LIMITS: Final = ("cpu", "memory_mib", "disk_mib", "pids", "idle_timeout_s", "lifetime_s")
 TIMES: Final = ("created_at", "started_at", "expires_at", "idle_since", "ended_at")
 
@@ -29,7 +32,8 @@ TIMES: Final = ("created_at", "started_at", "expires_at", "idle_since", "ended_a
 def ps_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec ps`."""
     parser.add_argument("sandbox", nargs="?", help="the processes of this one (id or name)")
-    parser.add_argument("-a", "--all", action="store_true", help="those that ended not long ago, too")
+    about = "those that ended not long ago, too; of one sandbox the programs that calls have started, also ended ones"
+    parser.add_argument("-a", "--all", action="store_true", help=about)
     parser.add_argument("-q", "--quiet", action="store_true", help="ids only")
     parser.add_argument("--state", action="append", help="only in this state (repeatable)")
     parser.add_argument("--job", help="only of this job")
@@ -60,9 +64,12 @@ def ps_command(args: argparse.Namespace) -> int:
 
 
 def _processes(args: argparse.Namespace) -> int:
-    if args.all or args.state or args.job or args.label:
-        raise InvalidSpec("of one sandbox all processes are listed: only -q and --json go with it")
-    found = client(args).get(args.sandbox).processes()
+    if args.state or args.job or args.label:
+        raise InvalidSpec("of one sandbox all processes are listed: only -a, -q and --json go with it")
+    sandbox = client(args).get(args.sandbox)
+    if args.all:
+        return _programs(sandbox, args)
+    found = sandbox.processes()
     if args.json:
         show_json({"programs": found.programs, "processes": found.processes, "more": found.more})
     elif args.quiet:
@@ -76,17 +83,40 @@ def _processes(args: argparse.Namespace) -> int:
     return 0
 
 
+def _programs(sandbox: Sandbox, args: argparse.Namespace) -> int:
+    from dsec.cli.started import started
+
+    found = started(sandbox)
+    if args.json:
+        show_json(found)
+    elif args.quiet:
+        for one in found:
+            print(one.id)
+    else:
+        print(table(("PROGRAM", "KIND", "STATE", "STARTED", "COMMAND"), [_program_row(one) for one in found]))
+    return 0
+
+
+def _program_row(one: Started) -> tuple[str, ...]:
+    ago = "" if one.started_at is None else f"{age(time.time() - one.started_at)} ago"
+    return (one.id, one.kind, one.how or "runs", ago, _cut(one.command))
+
+
+def _cut(command: str) -> str:
+    return command if len(command) <= COMMAND_CHARS else command[:COMMAND_CHARS] + "..."
+
+
 def _process_row(process: ProcessInfo) -> tuple[str, ...]:
     import shlex
 
     # As `ps` marks what has no command line: a kernel's thread, a zombie, the init.
     line = shlex.join(process.argv) if process.argv else f"[{process.name}]"
-    command = line if len(line) <= COMMAND_CHARS else line[:COMMAND_CHARS] + "..."
     program = (process.id or "") if process.main else f"({process.id})" if process.id else ""
     uid = "" if process.uid is None else str(process.uid)
     cpu = f"{process.cpu_s:.1f}s"
     memory = size(process.memory_bytes)
-    return (str(process.pid), str(process.ppid), program, uid, process.status, cpu, memory, age(process.age_s), command)
+    lived = age(process.age_s)
+    return (str(process.pid), str(process.ppid), program, uid, process.status, cpu, memory, lived, _cut(line))
 
 
 def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
@@ -108,6 +138,11 @@ def inspect_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec inspect`."""
     parser.add_argument("sandbox", help="id or name")
     parser.add_argument("--json", action="store_true", help="as always: the answer is JSON")
+
+
+def inspect_hint(words: list[str]) -> str:
+    """What to say of words that `dsec inspect` does not take."""
+    return "; `dsec ps -a SANDBOX` and `dsec events SANDBOX` tell of its programs" if is_program(words[0]) else ""
 
 
 def inspect_command(args: argparse.Namespace) -> int:
@@ -158,10 +193,17 @@ def stop_options(parser: argparse.ArgumentParser) -> None:
 def stop_command(args: argparse.Namespace) -> int:
     """Stop sandboxes for good. One that fails does not keep the others running."""
     made = client(args)
+    # Before any is stopped: `dsec stop SANDBOX PROGRAM` is meant to stop less.
+    found = [(ref, _looked_up(made, ref)) for ref in args.sandbox]
+    for ref, sandbox in found:
+        if isinstance(sandbox, NotFound) and is_program(ref):
+            way = "`dsec kill SANDBOX PROGRAM` ends one"
+            raise InvalidSpec(f"{ref} is no sandbox but a program's id: {way}; nothing was stopped")
     failed = 0
-    for ref in args.sandbox:
+    for ref, sandbox in found:
         try:
-            sandbox = made.get(ref)
+            if isinstance(sandbox, DsecError):
+                raise sandbox
             if sandbox.state in ENDED:
                 note(f"dsec: {ref} has ended already{_why(sandbox._info)}")
                 continue
@@ -171,6 +213,13 @@ def stop_command(args: argparse.Namespace) -> int:
             note(f"dsec: {ref}: {said(error)}")
             failed += 1
     return 1 if failed else 0
+
+
+def _looked_up(made: Client, ref: str) -> Sandbox | DsecError:
+    try:
+        return made.get(ref)
+    except DsecError as error:
+        return error
 
 
 def job_options(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,11 @@ from dsec.cli.commands.programs import (
     command_of,
     exit_code,
     piped,
+    piped_in,
     sigterm_ends,
     without_what_was_delivered,
 )
+from dsec.cli.started import newest, newest_running
 from dsec.cli.terminal import Sink, Unbuffered, note
 from dsec.model.errors import DsecError, InvalidSpec, InvalidState, NodeUnreachable, NotFound
 
@@ -105,7 +107,7 @@ def attach_options(parser: argparse.ArgumentParser) -> None:
 def attach_command(args: argparse.Namespace) -> int:
     """The terminal, or the streams, of a program that runs. Leaving it does not end it."""
     sandbox = client(args).get(args.sandbox)
-    process = sandbox.process(args.program or _newest(sandbox))
+    process = sandbox.process(args.program or newest_running(sandbox))
     info = process.info()
     if info.state == "ended":
         note(f"dsec: {process.id} has ended; what it has shown last:")
@@ -121,6 +123,8 @@ def attach_command(args: argparse.Namespace) -> int:
     elif info.state != "ended":
         offsets = (_reached(process, 1), _reached(process, 2))
     sigterm_ends()
+    if piped_in() and not info.stdin and not args.no_stdin:
+        note(f"dsec: {process.id} has no input (`dsec exec -di` starts one with it): what is piped in is not read")
     stdin = 0 if info.stdin and not args.no_stdin and (piped() or _is_terminal(0)) else None
     try:
         return streams(process, stdin, raw=args.raw, offsets=offsets)
@@ -222,7 +226,7 @@ def logs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the program ends")
     parser.add_argument("--raw", action="store_true", help="control characters go to the terminal as they are")
     parser.add_argument("sandbox", help="id or name")
-    parser.add_argument("program", nargs="?", help="its id (default: the newest spawned that runs)")
+    parser.add_argument("program", nargs="?", help="its id (default: the newest spawned, whether or not it runs)")
 
 
 def logs_hint(words: list[str]) -> str:
@@ -253,12 +257,10 @@ def logs_command(args: argparse.Namespace) -> int:
 
 
 def _newest(sandbox: Sandbox) -> str:
-    spawned = [program for program in sandbox.processes().programs if program.kind == "spawn"]
-    if not spawned:
-        hint = "one that has ended is asked for by its id (`dsec events` lists them)"
-        hint += "; a session's output is in the results of its commands"
-        raise NotFound(f"no spawned program runs in this sandbox; {hint}")
-    return max(spawned, key=lambda program: (program.started_at, program.step)).id
+    one, others = newest(sandbox)
+    if others:
+        note(f"dsec: of {one.id} ({one.command}), which {'runs' if one.running else f'has ended: {one.how}'}")
+    return one.id
 
 
 def _is_terminal(fd: int) -> bool:
