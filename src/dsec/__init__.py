@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from dsec.model.events import Event
     from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, FileState, TreeReport, Written
+    from dsec.model.ports import Exposed
     from dsec.model.processes import Program, Terminal
     from dsec.model.specs import Spec
     from dsec.model.states import Capabilities, Capability, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
@@ -103,6 +104,7 @@ __all__ = [
     "Event",
     "Events",
     "Exhausted",
+    "Exposed",
     "FileChange",
     "FileError",
     "FileEvent",
@@ -158,6 +160,7 @@ __all__ = [
 _HOMES = {
     "dsec.model.events": ("Event",),
     "dsec.model.files": ("DiffReport", "Entry", "FileChange", "FileEvent", "FileState", "TreeReport", "Written"),
+    "dsec.model.ports": ("Exposed",),
     "dsec.model.processes": ("Program", "Terminal"),
     "dsec.model.specs": ("Spec",),
     "dsec.model.states": (

@@ -7,6 +7,7 @@ that every backend passes.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
@@ -283,6 +284,10 @@ class Guest(Protocol):
 
     async def forget(self, process_id: str) -> None:
         """Free the kept result; idempotent. Conflict: it is still running."""
+        ...
+
+    async def dial(self, port: int) -> socket.socket:
+        """A connected, non-blocking TCP socket to what listens on a port of its loopback. InvalidState: nothing."""
         ...
 
     async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:

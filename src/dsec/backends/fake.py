@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +32,17 @@ from dsec.backends.base import (
 from dsec.backends.fake_files import FakeFiles, Tree, check_user
 from dsec.backends.fake_runs import FakeRun
 from dsec.model import failpoint
-from dsec.model.errors import Conflict, DsecError, InvalidSpec, NodeFull, NotFound, SandboxLost, Unknown, Unsupported
+from dsec.model.errors import (
+    Conflict,
+    DsecError,
+    InvalidSpec,
+    InvalidState,
+    NodeFull,
+    NotFound,
+    SandboxLost,
+    Unknown,
+    Unsupported,
+)
 from dsec.model.processes import InputState, OutputPiece, Process, Terminal
 from dsec.model.states import Capabilities, Capability, EndReason, RunOutcome, Usage
 
@@ -99,6 +110,7 @@ class _Sandbox:
         self.runs: dict[str, FakeRun] = {}
         self.directories = {"/", "/tmp", "/root", "/home", "/bin", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/sys"}
         self.tree = Tree(self.directories, world.clock.time, plan.disk_bytes)
+        self.ports: dict[int, tuple[str, int]] = {}  # what listens inside, and where that is outside
         self.exit: Exit | None = None
         self.unknown = False
         self.ended = asyncio.Event()
@@ -312,6 +324,16 @@ class FakeGuest:
         if run is not None and run.alive:
             raise Conflict(f"process {process_id} is still running; kill it or wait for it first")
         self.discard(process_id)
+
+    async def dial(self, port: int) -> socket.socket:
+        await self._visit("dial")
+        self._sandbox.alive()
+        place = self._sandbox.ports.get(port)
+        if place is None:
+            raise InvalidState(f"port {port} of the sandbox: nothing listens on it", detail={"port": port})
+        sock = socket.create_connection(place)
+        sock.setblocking(False)
+        return sock
 
     async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:
         await self._visit("files")

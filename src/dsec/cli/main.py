@@ -28,6 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "attach": ("terminals", "attach", "return to a program that runs in a sandbox"),
     "logs": ("terminals", "logs", "what a program of a sandbox has written"),
     "cp": ("files", "cp", "copy files and directories into a sandbox or out of one"),
+    "expose": ("ports", "expose", "make a port of a sandbox reachable, and print its URL"),
     "diff": ("diff", "diff", "what of a sandbox's files is not as in its layers"),
     "ps": ("sandboxes", "ps", "list sandboxes, or the processes of one"),
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),

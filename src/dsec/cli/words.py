@@ -29,6 +29,7 @@ COMMANDS_ELSEWHERE: Final = {
     "top": "dsec ps SANDBOX",
     "stats": "dsec inspect SANDBOX",
     "wait": "dsec events -f SANDBOX",
+    **dict.fromkeys(("port", "forward", "port-forward", "tunnel"), "dsec expose SANDBOX PORT"),
 }
 _HOST: Final = "nothing of the host is seen inside: `dsec cp` copies files, `dsec layer import` makes a layer of them"
 _NONE: Final = "no sandbox has that"
@@ -46,7 +47,7 @@ OPTIONS_ELSEWHERE: Final = {
     "-f": "`dsec stop` needs none: it is always for good",
     "--force": "`dsec stop` needs none: it is always for good",
     **dict.fromkeys(("-v", "--volume", "--mount"), _HOST),
-    **dict.fromkeys(("-p", "--publish"), "no port of a sandbox can be reached from outside yet"),
+    **dict.fromkeys(("-p", "--publish"), "`dsec expose SANDBOX PORT` makes a port reachable"),
     **dict.fromkeys(("--privileged", "--cap-add", "--device", "--gpus"), _NONE),
 }
 # The node's and the SDK's advice, and what it is here.

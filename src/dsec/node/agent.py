@@ -26,6 +26,7 @@ from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
 from dsec.node.plan import TALKED_TO, refuse_network
+from dsec.node.ports import Ports
 from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
 from dsec.node.runs import Flight
@@ -100,6 +101,8 @@ class Node:
         self.programs = Programs(self.core, self._ready)
         self.sessions = Sessions(self.core, self._ready, self.programs, self.files)
         self.events = Events(self.core)
+        self.ports = Ports(self.core, self._ready)
+        self.core.gone = self.ports.ended
         self._started_at = clock.wall()
 
     async def start(self) -> None:
@@ -107,9 +110,11 @@ class Node:
         await Recovery(self.core, self._lifecycle, self.sessions.resume).run()
         if self.core.boxes:
             await self.core.store.commit(*self.events.restarted(self.core.boxes), durable=False)
+            await self.ports.start()
 
     async def close(self) -> None:
         """Let go of everything; sandboxes and their runs go on."""
+        self.ports.close()
         self.core.deadlines.close()
         await self._creation.close()
         await self._lifecycle.close()

@@ -69,6 +69,7 @@ class Core:
         self.names: dict[str, str] = {}
         self.calls: dict[tuple[str, str], tuple[bytes, asyncio.Future[Answer]]] = {}
         self.turn = 0
+        self.gone: Callable[[Box], None] = lambda box: None
         self.due: Callable[[Box, float], float | None] = lambda box, now: None
 
     def _due(self, sandbox_id: str) -> float | None:
@@ -114,6 +115,7 @@ class Core:
             del self.names[box.info.name]
         self.deadlines.forget(box.id)
         box.helpers.close()
+        self.gone(box)
         for program in (*box.programs, *box.kept):
             self.admission.release_spool(program)
         self.admission.release(box.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 5
+VERSION = 6
 
 # The i-th entry takes a database from version i to i + 1. Entries are never changed once released, only added.
 _MIGRATIONS: tuple[str, ...] = (
@@ -101,6 +101,22 @@ _MIGRATIONS: tuple[str, ...] = (
     END;
     CREATE TRIGGER events_gone AFTER DELETE ON sandboxes BEGIN
         DELETE FROM events WHERE sandbox = OLD.id;
+    END;
+    """,
+    """
+    CREATE TABLE exposures (
+        sandbox TEXT NOT NULL,
+        port INTEGER NOT NULL,
+        address TEXT NOT NULL,
+        at INTEGER NOT NULL,
+        token TEXT NOT NULL,
+        PRIMARY KEY (sandbox, port)
+    ) WITHOUT ROWID;
+    CREATE TRIGGER exposures_gone AFTER DELETE ON sandboxes BEGIN
+        DELETE FROM exposures WHERE sandbox = OLD.id;
+    END;
+    CREATE TRIGGER exposures_ended AFTER INSERT ON sandboxes WHEN NEW.ended_at IS NOT NULL BEGIN
+        DELETE FROM exposures WHERE sandbox = NEW.id;
     END;
     """,
 )

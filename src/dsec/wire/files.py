@@ -42,6 +42,7 @@ from dsec.model.files import (
 )
 from dsec.wire import diffs, faults
 from dsec.wire import values as v
+from dsec.wire.knock import connect
 
 # The bit of a frame's length that says: raw bytes.
 DATA: Final = 1 << 31
@@ -51,7 +52,6 @@ FRAME_MAX_BYTES: Final = 1 * limits.MIB
 BUFFER_BYTES: Final = 256 * limits.KIB
 # Between the request for a helper and its first answer: a process is started in the sandbox.
 OPEN_DEADLINE_S: Final = 30.0
-_KNOCK_S: Final = 0.005
 
 Piece = bytes | memoryview
 DataSink = Callable[[Piece], Awaitable[None]]
@@ -222,7 +222,7 @@ class FileClient:
 
         Raises SandboxLost, NotFound, and ProgramNotStarted for a user that the sandbox does not have.
         """
-        sock = await _connect(path)
+        sock = await connect(path)
         client = cls(sock, sandbox_id)
         try:
             async with asyncio.timeout(OPEN_DEADLINE_S):
@@ -571,20 +571,3 @@ def _in_words(message: str, name: object) -> str:
 
 def _text(value: object) -> object:
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-
-
-async def _connect(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.setblocking(False)
-    try:
-        while True:
-            try:
-                sock.connect(str(path))
-                return sock
-            except BlockingIOError:  # its backlog is full
-                await asyncio.sleep(_KNOCK_S)
-            except OSError as error:
-                raise Unavailable(f"the runtime at {path} cannot be reached: {error}") from error
-    except BaseException:  # also cancelled
-        sock.close()
-        raise

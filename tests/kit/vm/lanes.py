@@ -28,7 +28,7 @@ INSIDE = {
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
         "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",
-        "tests/root/runtime/test_fences.py", "tests/root/runtime/test_killing.py",
+        "tests/root/runtime/test_dial.py", "tests/root/runtime/test_fences.py", "tests/root/runtime/test_killing.py",
     ),
     "security": (
         "tests/security/test_container.py", "tests/security/test_file_helper.py", "tests/security/test_confinement.py",
@@ -83,6 +83,7 @@ LEFT_OUT = {
     "tests/root/test_sdk_attach.py": "the SDK and the node; runtime/test_input.py has what a kernel decides",
     "tests/root/test_sdk_sessions.py": "shells and the node; the fences and streams below are runtime/test_fences.py's",
     "tests/root/test_sdk_spool.py": "the SDK and the node; what a kernel decides is in runtime/test_spool.py",
+    "tests/root/test_sdk_ports.py": "the SDK and the node; runtime/test_dial.py has what a kernel decides",
     "tests/root/test_sdk_programs.py": "the SDK and the node; runtime/test_input.py has what a kernel decides",
     "tests/root/test_sdk_terminals.py": "the SDK and the node; runtime/test_terminals.py has what a kernel decides",
     "tests/root/test_full_disk.py": "needs aiohttp, which a guest lacks; see runtime/test_lost_disk.py",

@@ -1,6 +1,7 @@
 //! The runtime: one thread owns all state and waits in epoll; what may block goes to worker threads.
 
 mod client;
+mod dial;
 mod disks;
 mod ending;
 mod fences;

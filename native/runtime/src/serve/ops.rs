@@ -120,6 +120,7 @@ impl Server {
                 let args: FilesArgs = proto::args(body)?;
                 self.files_start(client, id, args)?;
             }
+            "dial" => self.dial(client, id, &proto::args(body)?)?,
             "run.forget" => {
                 self.forget_request(&proto::args(body)?)?;
                 self.answer(client, id, Ok(Nothing {}));

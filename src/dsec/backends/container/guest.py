@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -13,6 +14,7 @@ from dsec.model.errors import NotFound, SandboxLost
 from dsec.model.processes import InputState, OutputPiece, Terminal
 from dsec.model.states import RunOutcome
 from dsec.wire import values as v
+from dsec.wire.dial import dial
 from dsec.wire.files import FileClient
 from dsec.wire.runtime import RuntimeClient
 
@@ -124,6 +126,10 @@ class ContainerGuest:
             await self._client.forget(self._id, process_id)
         except (NotFound, SandboxLost):
             return  # forgotten, or gone with its sandbox
+
+    async def dial(self, port: int) -> socket.socket:
+        self._alive()
+        return await self._ask(dial(self._client.path, self._id, port))
 
     async def files(self, *, user: str, cwd: str, diff: bool = False) -> Files:
         self._alive()

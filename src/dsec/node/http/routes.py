@@ -18,6 +18,7 @@ from dsec.node.http.codec import number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import FILE_ROUTES
 from dsec.node.http.inspection import INSPECTION_ROUTES
+from dsec.node.http.ports import PORT_ROUTES
 from dsec.node.http.programs import PROGRAM_ROUTES
 from dsec.node.http.route import Route, S
 from dsec.node.http.sessions import session_routes
@@ -254,6 +255,7 @@ ROUTES: tuple[Route, ...] = (
         socket=True,
     ),
     *session_routes(_RUN_QUERY),
+    *PORT_ROUTES,
     Route(
         "POST",
         f"{S}/{{ref}}/processes/{{id}}/kill",

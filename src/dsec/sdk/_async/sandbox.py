@@ -19,6 +19,7 @@ from dsec.sdk._async.run import AsyncRun
 from dsec.sdk.keywords import Made, explained
 
 if TYPE_CHECKING:
+    from dsec.model.ports import Exposed
     from dsec.sdk._async.client import AsyncClient
     from dsec.sdk._async.diff import AsyncDiff
     from dsec.sdk._async.events import AsyncEvents
@@ -212,6 +213,31 @@ class AsyncSandbox(metaclass=Made):
         found = AsyncSession(self._client, self._id, session_id)
         await found.info()
         return found
+
+    async def expose(self, port: int) -> Exposed:
+        """Make a port reachable from outside, for whoever has the token: `url` has it in it, `headers` send it.
+
+        HTTP/1.1 and what begins with it (WebSocket, server-sent events), and raw TCP by CONNECT. Asked again it gives
+        the same; it is there until `unexpose`, or the sandbox's end, also over restarts of the node. Nothing need
+        listen yet: until then the answer is 502. Unsupported: the node is on another machine.
+        """
+        from dsec.model.ports import Exposed, check_port  # as for files
+
+        body = codec.encode({"port": check_port(port)})
+        return await self._client.transport.call("POST", f"{self._path}/ports", Exposed, body=body)
+
+    async def exposed(self) -> list[Exposed]:
+        """Its ports that can be reached from outside."""
+        from dsec.sdk.ports import ExposedPage  # as for files
+
+        return (await self._client.transport.call("GET", f"{self._path}/ports", ExposedPage)).items
+
+    async def unexpose(self, port: int) -> None:
+        """Close an exposed port for good, with the connections to it. NotFound: it is not exposed."""
+        from dsec.sdk.ports import Closed, check_port  # as for files
+
+        path = f"{self._path}/ports/{check_port(port)}"
+        await self._client.transport.call("DELETE", path, Closed, key=new_key())
 
     def events(self, since: int = 0, *, follow: bool = False) -> AsyncEvents:
         """What happened to it, the oldest first: iterate over it. Also once it has ended, as long as its node knows it.

@@ -21,6 +21,7 @@ from dsec.sdk._sync.run import Run
 from dsec.sdk.keywords import Made, explained
 
 if TYPE_CHECKING:
+    from dsec.model.ports import Exposed
     from dsec.sdk._sync.client import Client
     from dsec.sdk._sync.diff import Diff
     from dsec.sdk._sync.events import Events
@@ -214,6 +215,31 @@ class Sandbox(metaclass=Made):
         found = Session(self._client, self._id, session_id)
         found.info()
         return found
+
+    def expose(self, port: int) -> Exposed:
+        """Make a port reachable from outside, for whoever has the token: `url` has it in it, `headers` send it.
+
+        HTTP/1.1 and what begins with it (WebSocket, server-sent events), and raw TCP by CONNECT. Asked again it gives
+        the same; it is there until `unexpose`, or the sandbox's end, also over restarts of the node. Nothing need
+        listen yet: until then the answer is 502. Unsupported: the node is on another machine.
+        """
+        from dsec.model.ports import Exposed, check_port  # as for files
+
+        body = codec.encode({"port": check_port(port)})
+        return self._client.transport.call("POST", f"{self._path}/ports", Exposed, body=body)
+
+    def exposed(self) -> list[Exposed]:
+        """Its ports that can be reached from outside."""
+        from dsec.sdk.ports import ExposedPage  # as for files
+
+        return (self._client.transport.call("GET", f"{self._path}/ports", ExposedPage)).items
+
+    def unexpose(self, port: int) -> None:
+        """Close an exposed port for good, with the connections to it. NotFound: it is not exposed."""
+        from dsec.sdk.ports import Closed, check_port  # as for files
+
+        path = f"{self._path}/ports/{check_port(port)}"
+        self._client.transport.call("DELETE", path, Closed, key=new_key())
 
     def events(self, since: int = 0, *, follow: bool = False) -> Events:
         """What happened to it, the oldest first: iterate over it. Also once it has ended, as long as its node knows it.
