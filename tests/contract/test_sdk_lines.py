@@ -6,6 +6,7 @@ Over the fake backend here, over containers in the lane root.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 
@@ -83,6 +84,34 @@ def test_lines_of_an_attachment(sbx: dsec.Sandbox) -> None:
         assert attached.result is not None and attached.result.ok
 
 
+def test_a_line_is_waited_for_no_longer_than_is_said(sbx: dsec.Sandbox) -> None:
+    """Also where another thread writes over the same attachment, and reads for both."""
+    program = sbx.spawn(["cat"])
+    with program.attach() as attached, program.lines() as plain:
+        lines = attached.lines()
+        for number in range(3):
+            for one in (plain, lines):
+                with pytest.raises(dsec.DeadlineExceeded):
+                    one.next(timeout_s=0.05)
+            attached.write(f"half {number}")
+            for one in (plain, lines):
+                with pytest.raises(dsec.DeadlineExceeded):
+                    one.next(timeout_s=0.05)
+            attached.write("\n")
+            assert [one.next(timeout_s=60) for one in (plain, lines)] == [f"half {number}"] * 2
+
+        def write() -> None:
+            with contextlib.suppress(dsec.InvalidState):  # closed, at last
+                attached.write(bytes(8 << 20))
+
+        waiting = threading.Thread(target=write)
+        waiting.start()
+        assert lines.next(timeout_s=60).ending == "cut"
+        lines.close()
+        program.kill()
+        waiting.join(60)
+
+
 def test_waiting_for_a_line(sbx: dsec.Sandbox) -> None:
     program = sbx.spawn(["cat"])
     program.stdin.write("starting\nlistening on port 8080\n")
@@ -118,7 +147,8 @@ def test_a_time_that_is_over_says_what_came(sbx: dsec.Sandbox) -> None:
     program.stdin.write("starting\n>>> ")
     assert program.wait_for("starting", 60)
     with pytest.raises(
-        dsec.DeadlineExceeded, match=r"'>>>' within 0 s, behind .*; it goes on\nand this, which is no line.*\n>>> $"
+        dsec.DeadlineExceeded,
+        match=r"behind 'starting', which .*'>>>' within 0 s.*\nand this, which is no line.*\n>>> $",
     ):
         program.wait_for(">>>", timeout_s=0)
     program.stdin.write("ready\n")
@@ -127,7 +157,7 @@ def test_a_time_that_is_over_says_what_came(sbx: dsec.Sandbox) -> None:
     program.stdin.write("one\ntwo\nthree\n")
     next(line for line in program.lines() if line == "three")
     assert program.wait_for("three", timeout_s=0) == "three"  # what was there in time is found, however far behind
-    with pytest.raises(dsec.DeadlineExceeded, match="behind the line that the last call found"):
+    with pytest.raises(dsec.DeadlineExceeded, match="behind 'three', which the last call returned"):
         program.wait_for("ready", timeout_s=0.2)
     with pytest.raises(dsec.InvalidSpec, match="timeout_s"):
         program.wait_for("ready", timeout_s="5")  # type: ignore[arg-type]  # as a caller without types may
@@ -176,6 +206,10 @@ def test_a_reader_that_nobody_reads_holds_the_program_and_one_that_is_closed_doe
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert not done.wait(1), "nobody was held back"
+    with pytest.raises(
+        dsec.DeadlineExceeded, match=r"a reader of this handle .* holds it back: it stands at byte \d+ of"
+    ):
+        program.wait(0)
     left.close()
     writer.join(60)
     assert done.is_set()

@@ -147,7 +147,7 @@ def test_what_cannot_be_started_is_said(sbx: dsec.Sandbox) -> None:
         closed.stdin.write(b"x")
     ended = sbx.spawn(["true"])
     ended.wait()
-    with pytest.raises(dsec.InvalidState):
+    with pytest.raises(dsec.InputClosed, match=ended.id):
         ended.stdin.write(b"x")
 
 

@@ -22,6 +22,7 @@ class ScriptedProgram:
     out: dict[int, bytes] = field(default_factory=lambda: {1: b"", 2: b""})
     kept_from: dict[int, int] = field(default_factory=lambda: {1: 0, 2: 0})
     result: dict[str, object] | None = None
+    tty: bool = False
     piece: int = 7
     # Most of one call's input that is taken.
     takes: int = 1 << 30
@@ -50,7 +51,7 @@ class ScriptedProgram:
         wire.answer(self._program())
 
     def _program(self) -> dict[str, object]:
-        return {**PROGRAM, "state": "ended", "result": self.result} if self.result else dict(PROGRAM)
+        return {**PROGRAM, "state": "ended", "result": self.result} if self.result else {**PROGRAM, "tty": self.tty}
 
     def _wait(self, request: Request, wire: Wire, query: dict[str, str]) -> None:
         self.ended.wait(min(float(query["timeout_s"]), 0.05))

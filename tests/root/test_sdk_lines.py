@@ -28,6 +28,20 @@ def test_lines_of_a_terminal(sbx: dsec.Sandbox) -> None:
     ]
 
 
+def test_output_that_never_has_a_newline_does_not_outrun_the_time(sbx: dsec.Sandbox) -> None:
+    program = sbx.spawn("while :; do printf .; done", stdin=False)
+    with program.lines() as lines, pytest.raises(dsec.DeadlineExceeded, match="no line has come within"):
+        lines.next(timeout_s=0.2)
+
+
+def test_a_terminal_has_one_stream(sbx: dsec.Sandbox) -> None:
+    """Its other one is empty at once, and not when it ends."""
+    program = sbx.spawn(["cat"], tty=True)
+    assert list(program.stderr) == list(sbx.process(program.id).stderr) == []
+    assert program.output(stream=2) == b""
+    assert program.info().state == "running"
+
+
 def test_lines_go_on_over_an_agent_that_dies(sbx: dsec.Sandbox, home: Home) -> None:
     program = sbx.spawn(["cat"])
     lines = program.lines()

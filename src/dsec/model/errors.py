@@ -20,7 +20,7 @@ def no_attribute(self: object, name: str) -> NoReturn:
     if not name.startswith("_"):
         from dsec.model.words import way
 
-        text += way(name, dir(type(self)))
+        text += way(name, (cls.__name__ for cls in type(self).__mro__))
     raise AttributeError(text, name=name, obj=self)
 
 
@@ -134,6 +134,12 @@ class InvalidState(Conflict):
     """The sandbox is not in a state that allows this. One that has ended is `SandboxLost`."""
 
     code = "invalid_state"
+
+
+class InputClosed(InvalidState, BrokenPipeError):
+    """Nobody reads this input any more: the program has ended, or has closed it; `detail["id"]` names the program."""
+
+    code = "input_closed"
 
 
 class Diverged(Conflict):

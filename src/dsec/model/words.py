@@ -5,7 +5,7 @@ Other libraries for containers and sandboxes call the same things otherwise, and
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
 # The first of ours that is known where the word was tried. Ours whose name begins with the word needs no entry.
@@ -72,7 +72,8 @@ _OURS: Final[dict[str, tuple[str, ...]]] = {
     "pid": ("process_id",),
     "content": ("data",),
     "contents": ("data",),
-    "text": ("data",),
+    "text": ("data", "pattern"),
+    **dict.fromkeys(("regex", "regexp", "needle", "string", "substring", "marker", "line", "expect"), ("pattern",)),
     "file": ("path",),
     "filename": ("path",),
     "file_path": ("path",),
@@ -89,6 +90,9 @@ _OURS: Final[dict[str, tuple[str, ...]]] = {
     "sig": ("number",),
     "signum": ("number",),
     "signal": ("number",),
+    "signame": ("number",),
+    "start": ("offset", "offsets"),
+    "since": ("offset", "offsets"),
     "width": ("cols",),
     "columns": ("cols",),
     "height": ("rows",),
@@ -133,67 +137,6 @@ _WAYS: Final[dict[str, str]] = {
 }
 
 
-_RUN: Final = ("run", "run(...) waits for a program's end, spawn(...) does not")
-_STOP: Final = ("stop", "stop() ends it, as its `with` block does")
-_COPY: Final = ("files", "files.upload(local, path) and files.download(path, local) copy files and directories")
-_FILES: Final = ("files", "files.read(path), files.write(path, data), files.list(path)")
-_KILL: Final = ("kill", "signal(signal.SIGTERM) asks it to end, kill() ends all of it")
-_END: Final = ("wait", "wait() gives its result, with exit_code, stdout and stderr; info().result is None until then")
-_SHOWN: Final = ("info", "info() tells its state")
-# A file's waits for the end, or gives so many bytes; what is there now is neither, so that it is not called so.
-_READ: Final = (
-    "located",
-    "wait().stdout is all of it, iterating gives it as it comes, process.lines() by whole lines, "
-    "process.output() what is there now",
-)
-_LINES: Final = ("wait_for", "lines() gives whole lines as they come, wait_for(text) one that has it")
-_WAIT_FOR: Final = ("wait_for", "wait_for(text, timeout_s=) waits for a line that has it")
-_CODE: Final = ("limits_hit", "exit_code is 0 and ok true for success; cause and limits_hit say why not")
-_TEXT: Final = ("stdout_bytes", "stdout and stderr are text, stdout_bytes and stderr_bytes exact")
-_KEPT: Final = ("spawn", "output is its program's: run(...).stdout, process.output()")
-_LISTED: Final = ("read_text", "list(path), of one directory")
-_CONTENT: Final = ("read_text", "read(path) is bytes, read_text(path) text; write(path, data) takes both")
-# Methods that callers try, and ours for the same where a class has it.
-_METHODS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
-    **dict.fromkeys(("exec", "exec_run", "execute", "commands", "run_command", "run_code", "call", "Popen"), (_RUN,)),
-    **dict.fromkeys(("kill", "terminate", "close", "delete", "remove", "destroy", "shutdown"), (_STOP, _KILL)),
-    **dict.fromkeys(("send_signal", "stop"), (_KILL,)),
-    **dict.fromkeys(("poll", "communicate", "result", "wait_for_exit"), (_END,)),
-    **dict.fromkeys(("returncode", "exit_code"), (_END, _CODE)),
-    **dict.fromkeys(("success", "error", "timed_out", "check_returncode", "failed"), (_CODE,)),
-    **dict.fromkeys(("output", "text", "logs"), (_TEXT, _KEPT)),
-    **dict.fromkeys(("upload", "download", "put_archive", "get_archive", "copy_from", "copy_to"), (_COPY,)),
-    **dict.fromkeys(("filesystem", "fs", "read_file", "write_file"), (_FILES,)),
-    **dict.fromkeys(("ls", "glob", "listdir", "scandir", "walk"), (_LISTED, _FILES)),
-    **dict.fromkeys(("open", "read_bytes", "write_bytes", "write_text", "readfile"), (_CONTENT, _FILES)),
-    **dict.fromkeys(("make_dir", "makedirs", "create_folder"), (("mkdir", "mkdir(path, parents=True)"),)),
-    **dict.fromkeys(("is_dir", "is_file", "info", "get_info"), (("stat", "stat(path).type, .size, .mode"),)),
-    **dict.fromkeys(("rename", "replace"), (("move", "move(source, target, replace=...)"),)),
-    **dict.fromkeys(("copy", "cp", "chown", "symlink"), (("chmod", "a program does that: sbx.run([...])"), _COPY)),
-    "watch_dir": (("watch", "watch(path)"),),
-    "diff": (("watch", "sbx.diff(path)"),),
-    **dict.fromkeys(("read", "readline", "readlines", "getvalue"), (_LINES, _READ, _FILES)),
-    **dict.fromkeys(("lines", "splitlines"), (_LINES, _READ)),
-    **dict.fromkeys(("expect", "wait_until", "read_until", "readuntil", "wait_for_line"), (_WAIT_FOR,)),
-    **dict.fromkeys(("status", "is_running", "reload", "attrs", "inspect", "labels"), (_SHOWN,)),
-    **dict.fromkeys(
-        ("set_timeout", "keep_alive", "refresh"), (("extend", "extend(seconds) moves the end of its lifetime"),)
-    ),
-    **dict.fromkeys(("pty", "terminal", "shell"), (("spawn", "spawn(tty=True) gives a program a terminal"),)),
-    **dict.fromkeys(("create_session", "get_or_create_session"), (("session", "session() is a shell that lives on"),)),
-    **dict.fromkeys(("connect", "get_sandbox", "find", "attach"), (("create", "get(ref): an id or a name"),)),
-    "sandboxes": (("create", "list()"),),
-    **dict.fromkeys(("write", "send_stdin", "send_input"), (("stdin", "stdin.write(data)"), _FILES)),
-    **dict.fromkeys(
-        ("close_stdin", "write_eof"), (("stdin", "stdin.close()"), ("close", "close() says that there is no more"))
-    ),
-    **dict.fromkeys(("flush", "drain", "writelines"), (("locate", "what write(data) answered has arrived"),)),
-    "pid": (("stdin", "id names it; the pid inside is in sbx.processes()"),),
-    "create": (("id", "Client().create(...) makes one"), ("create_many", "create(...) makes one")),
-    "containers": (("create", "create(...), get(ref), list()"),),
-}
-
-
 _CLIENT: Final = "dsec.{}Client()"
 _MAKES: Final = {"Sandbox": f"{_CLIENT}.create(...)", "Process": "sbx.spawn(...)", "Session": "sbx.session(...)"}
 # What others ask of the class of a sandbox, and what a client does.
@@ -205,14 +148,62 @@ _OF_CLASS: Final = {
 # What is said of an argument that is missing, of a method.
 _WITHOUT: Final = {
     (
-        "upload",
+        "Files.upload",
         "target",
     ): "; source is a path of this machine, target one of the sandbox (write(path, data) writes bytes)",
     (
-        "download",
+        "Files.download",
         "target",
     ): "; source is a path of the sandbox, target one of this machine (read(path) gives the bytes)",
+    **dict.fromkeys(
+        (("Process.resize", "cols"), ("Attachment.resize", "cols")), "; they are two numbers: resize(50, 100)"
+    ),
 }
+_BOTH: Final = (
+    "both streams come, and each line has .stream, 1 or 2; process.stdout and .stderr iterate the bytes of one"
+)
+_LOOKED: Final = "both streams are looked at, and the line that is returned has .stream, 1 or 2"
+_ONE_LINE: Final = "process.lines().next(timeout_s=) waits for one line"
+# What one method has no argument for, but a way: the method, what is said, and the words that are tried for it.
+_IN_CALLS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("Process.lines", _BOTH, "stream streams stdout stderr fd"),
+    ("Process.lines", _ONE_LINE, "timeout timeout_s timeout_ms"),
+    ("Process.follow", "both streams come, as (stream, data); .stdout and .stderr iterate one", "stream stdout stderr"),
+    ("Process.follow", _ONE_LINE, "timeout timeout_s"),
+    ("Process.attach", "both streams come, as (stream, data); `.stream` of a line says which", "stream stdout stderr"),
+    ("Process.attach", "a terminal is asked for by spawn(tty=True)", "tty pty"),
+    ("Process.wait_for", _LOOKED, "stream streams stdout stderr fd"),
+    (
+        "Process.wait_for",
+        "the next call goes on behind the line; lines(offsets) reads from an offset",
+        "offset offsets",
+    ),
+    ("Process.wait", "signal(number) or kill() ends it; spawn(timeout_s=) does so by itself", "kill signal"),
+    ("Process.wait", "the result is a value: .ok, .exit_code, .cause", "check"),
+    ("Process.kill", "signal(number) sends one, kill() ends all", "signal sig signum number force"),
+    (
+        "Process.output",
+        "output() does not wait; lines() and wait_for(text, timeout_s=) do",
+        "timeout timeout_s wait follow",
+    ),
+    (
+        "Files.list",
+        'one directory is listed; sbx.run(["find", path]) lists all below it',
+        "depth recursive recurse max_depth",
+    ),
+    (
+        "Files.list",
+        'all of it is listed; sbx.run(["sh", "-c", "ls ..."]) picks by a pattern',
+        "pattern glob filter hidden",
+    ),
+    ("Files.read", "read_text(path) gives text", "text encoding format mode errors"),
+    ("Files.write", "append(path, data) adds to the end of a file", "append"),
+    ("Files.write", "a file is replaced, but with exclusive=True", "overwrite replace force exist_ok"),
+    ("Files.write", "a str is written as UTF-8; data.encode(...) makes bytes of it", "encoding"),
+    ("Files.download", "a file is replaced, a directory goes into a directory", "replace overwrite force exist_ok"),
+    ("Files.upload", "the directories above it are made", "parents make_parents"),
+    ("Files.download", "the directories above it are made", "parents make_parents"),
+)
 
 
 def of_class(name: str, cls: str) -> str:
@@ -225,7 +216,10 @@ def of_module(name: str, known: Collection[str]) -> str:
     """What to say behind a name that the package has not."""
     if name in ("create", "get", "list", "create_many", "job", "layers", "node", "capabilities"):
         return f"; a client has it: dsec.Client().{name}"
+    from dsec.model.names import PACKAGE
+
     by_lower = {other.lower(): other for other in known}
+    by_lower |= {theirs.lower(): ours for ours, names in PACKAGE.items() for theirs in names.split()}
     return f"; did you mean {by_lower[name.lower()]}?" if name.lower() in by_lower else meant(name, known)
 
 
@@ -241,16 +235,36 @@ def without(method: str, argument: str) -> str:
     return _WITHOUT.get((method, argument), "")
 
 
-def way(name: str, known: Collection[str]) -> str:
-    """What to say behind an attribute that is not there: how ours is called, or nothing."""
-    found = next((text for ours, text in _METHODS.get(name, ()) if ours in known), None)
+def way(name: str, classes: Iterable[str]) -> str:
+    """What to say behind an attribute that is not there: how ours is called, or nothing. `classes`: it, its bases."""
+    from dsec.model.names import NAMES
+
+    rows = (row for cls in classes for row in NAMES.get(cls.removeprefix("Async"), ()))
+    return _said(name, rows)
+
+
+def of_method(name: str, method: str) -> str:
+    """What to say behind an attribute of a method, which others have as an object."""
+    from dsec.model.names import OBJECTS
+
+    return _said(name, OBJECTS[method])
+
+
+def _said(name: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    found = next((text for _, text, names in rows if name in names.split()), None)
     return f"; {found}" if found else ""
 
 
-def meant(word: str, known: Collection[str]) -> str:
-    """What to say behind a name that is not among those that are known: the one that was meant, or nothing."""
+def meant(word: str, known: Collection[str], call: str = "") -> str:
+    """What to say behind a name that is not among those that are known: the one that was meant, or nothing.
+
+    `call`: the method that has no such argument, as `Files.list`.
+    """
     from difflib import get_close_matches
 
+    told = next((text for method, text, words in _IN_CALLS if method == call and word in words.split()), None)
+    if told is not None:
+        return f"; {told}"
     ours = next((name for name in _OURS.get(word, ()) if name in known), None)
     if ours is None and word not in _WAYS:
         # A word for something that others have a way for here: `workdir` to a session's run, as `cwd`.
@@ -258,8 +272,6 @@ def meant(word: str, known: Collection[str]) -> str:
     ours = ours or next((name for name in known if name.startswith(f"{word}_")), None)
     if ours is None and word in _WAYS:
         way_here = _WAYS[word]
-        if word == "text" and "length" in known:
-            return "; read_text(path) gives text"
         return f"; {_SPAWNED if way_here is _OUTPUT and 'on_output' not in known else way_here}"
     near = [ours] if ours else get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

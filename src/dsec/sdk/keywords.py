@@ -7,14 +7,15 @@ is there. Signatures stay as they are written: the class decorator changes nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
-from functools import wraps
-from types import FunctionType
+from functools import update_wrapper, wraps
+from types import FunctionType, MethodType
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from dsec.model.errors import InvalidSpec, no_attribute
 
 T = TypeVar("T")
 E = TypeVar("E", bound="Enters")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # As in `inspect`, which takes longer to import than a local call.
 _COROUTINE: Final = 0x80
@@ -74,6 +75,38 @@ class Made(type):
         raise AttributeError(text + ("" if name.startswith("_") else of_class(name, cls.__name__)), name=name, obj=cls)
 
 
+class _Asked:
+    """A method of which others have an object: it is called as any, and says what is ours to who asks it for more."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+
+    def __get__(self, of: object, cls: type | None = None) -> _Asked:
+        return self if of is None else _Asked(MethodType(self._function, of))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        from dsec.model.words import of_method
+
+        text = f"{self.__name__} is a method, and has no attribute {name!r}"
+        hint = "" if name.startswith("_") else of_method(name, _words_key(self.__qualname__))
+        raise AttributeError(text + hint, name=name, obj=self)
+
+
+def asked(function: F) -> F:
+    """A method that others have as an object (`sandbox.process.exec`): `explained` makes it one that says so."""
+    function.asked = True  # type: ignore[attr-defined]  # functions have attributes
+    return function
+
+
+def _words_key(qualname: str) -> str:
+    """How the tables of words call a method: `Process.wait_for`, of both twins."""
+    return qualname.rpartition("<locals>.")[2].removeprefix("Async")
+
+
 class WrongArgument(InvalidSpec, TypeError):
     """InvalidSpec that is Python's own error for it, too."""
 
@@ -82,7 +115,8 @@ def explained(cls: type[T]) -> type[T]:
     """The class itself; its constructor and public methods raise InvalidSpec for arguments they do not have."""
     for name, function in list(vars(cls).items()):
         if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(cls, name, _explained(function, cls.__name__ if name == "__init__" else name))
+            explains = _explained(function, cls.__name__ if name == "__init__" else name)
+            setattr(cls, name, _Asked(explains) if getattr(function, "asked", False) else explains)
     cls.__getattr__ = no_attribute  # type: ignore[attr-defined]  # of any class: asked for what it does not have
     return cls
 
@@ -146,6 +180,7 @@ def _wrong(
     code = function.__code__
     count = code.co_argcount + code.co_kwonlyargcount
     placed, named = code.co_varnames[1 : code.co_argcount], code.co_varnames[code.co_argcount : count]
+    key = _words_key(function.__qualname__)
     unknown = None
     if not code.co_flags & _ANY_KEYWORD:
         unknown = next((word for word in kwargs if word not in (*placed, *named)), None)
@@ -157,7 +192,7 @@ def _wrong(
         from dsec.model.words import makes, meant
 
         has = f"it has {', '.join((*placed, *named))}" if placed or named else "it has none"
-        text = f"{name}() has no argument {unknown}{meant(unknown, (*placed, *named))} ({has}){makes(name)}"
+        text = f"{name}() has no argument {unknown}{meant(unknown, (*placed, *named), key)} ({has}){makes(name)}"
         return WrongArgument(text, detail={"field": unknown})
     if len(args) > code.co_argcount:
         text = f"{name}() has {len(args) - 1} arguments without a name, and takes {', '.join(placed) or 'none'} so"
@@ -177,6 +212,6 @@ def _lacks(
 
     needed = placed[: len(placed) - len(function.__defaults__ or ())]
     lacking = next((word for word in needed[given:] if word not in kwargs), None)
-    if lacking is None or not (hint := makes(name) or without(name, lacking)):
+    if lacking is None or not (hint := makes(name) or without(_words_key(function.__qualname__), lacking)):
         return None
     return WrongArgument(f"{name}() lacks {lacking}{hint}", detail={"field": lacking})

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from dsec.model.errors import DeadlineExceeded, InvalidSpec, ProgramEnded
+from dsec.model.errors import DeadlineExceeded, InvalidSpec, ProgramEnded, no_attribute
 from dsec.model.limits import LINE_MAX_BYTES
-from dsec.sdk.values import how_ended
+from dsec.sdk.values import SHOWN_BYTES, SHOWN_LINES, how_ended
 
 if TYPE_CHECKING:
     from dsec.model.states import RunResult
@@ -19,8 +19,15 @@ Pattern = str | bytes | re.Pattern[str] | re.Pattern[bytes]
 Offsets = tuple[int, int]
 
 _FIRST: Final[Offsets] = (0, 0)
-# Of the last lines that an error of `wait_for` shows.
-_SHOWN_BYTES: Final = 2000
+_ONE_LINE: Final = "text of one line, without a newline; several lines are waited for one after the other"
+_REGEX: Final = "; a str stands in the line as it is: a regular expression is re.compile(...)"
+_ANEW: Final = "; sbx.process(id).wait_for(...) looks from the first line on"
+_HELD_BACK: Final = (
+    "; nothing has come: many programs hold their output back where it is no terminal, until there is much of it "
+    "(`python3 -u`, `stdbuf -oL COMMAND` and spawn(tty=True) keep them from it)"
+)
+# Of a regular expression, and rare in what programs write: classes, repeated dots, sets, anchors, groups with a choice.
+_SIGNS: Final = re.compile(r"\\[dDwWsSbB.()\[\]]|\.[*+?]|\[[^\]]+\]|^\^|\$$|\(\?|\([^)]*\|[^)]*\)|\w\|\w")
 _SHOWN_PATTERN_CHARS: Final = 200
 # The longest of UTF-8.
 _CHARACTER_BYTES: Final = 4
@@ -50,6 +57,10 @@ class Line(str):
     def end(self) -> int:
         """Where what is behind it begins in the stream."""
         return self.offset + len(self.data)
+
+
+# Not within the class: a type checker would take every attribute for one that is there.
+Line.__getattr__ = no_attribute  # type: ignore[attr-defined]  # of a class: asked for what it does not have
 
 
 class Splitter:
@@ -98,12 +109,19 @@ class Splitter:
 
 
 class Wanted:
-    """What `wait_for` looks for, and what it saw, for its error. Raises InvalidSpec for what is no pattern."""
+    """What `wait_for` looks for, and what it saw, for its error. Raises InvalidSpec for what is no pattern.
 
-    def __init__(self, pattern: Pattern, offsets: Offsets = _FIRST) -> None:
-        self._named = _named(pattern)
-        self._behind = ", behind the line that the last call found" if offsets != _FIRST else ""
+    `behind`: the line that the call before has returned; it and those before it in its stream are not looked at.
+    """
+
+    def __init__(self, pattern: Pattern, behind: Line | None = None) -> None:
         self._matches = _matcher(pattern)
+        self._named = _named(pattern)
+        self._looked = "no line of its output"
+        if behind is not None:
+            self._looked += f" behind {_named(str(behind))}, which the last call returned,"
+        self._began = behind is None
+        self._regex = _looks_like_regex(pattern)
         self._shown: deque[Line] = deque()
         self._shown_bytes = 0
         self._parts: list[Line] = []
@@ -115,7 +133,7 @@ class Wanted:
             return False
         self._shown.append(line)
         self._shown_bytes += len(line.data)
-        while self._shown_bytes > _SHOWN_BYTES and len(self._shown) > 1:
+        while len(self._shown) > SHOWN_LINES or (self._shown_bytes > SHOWN_BYTES and len(self._shown) > 1):
             self._shown_bytes -= len(self._shown.popleft().data)
         return self._matches(line)
 
@@ -123,28 +141,37 @@ class Wanted:
         """The error for a program that has ended without the line."""
         how = "has ended" if result is None else f"ended {how_ended(result)} after {result.duration_s:.2f} s"
         detail = {} if result is None else {"exit_code": result.exit_code, "cause": result.cause}
-        text = f"{program} {how}, and no line of its output had {self._named}{self._behind}{self._last()}"
+        text = f"{program} {how}, and {self._looked} had {self._named}{self._hint()}{self._last()}"
         error = ProgramEnded(text, detail=detail)
         error.result = result
         return error
 
     def too_late(self, program: str, timeout_s: float) -> DeadlineExceeded:
         """The error for a line that has not come in time."""
-        text = f"no line of the output of {program} had {self._named} within {timeout_s:g} s{self._behind}"
-        text += f"; it goes on{self._last()}"
+        text = f"{program} goes on, and {self._looked} had {self._named} within {timeout_s:g} s{self._hint()}"
+        if not self._shown and not self._parts:
+            text += _HELD_BACK
+        text += self._last()
         for part in self._parts:
-            text += f"\nand this, which is no line yet, for want of a newline:\n{part[:_SHOWN_BYTES]}"
+            text += f"\nand this, which is no line yet, for want of a newline:\n{part[-SHOWN_BYTES:]}"
         return DeadlineExceeded(text)
 
+    def _hint(self) -> str:
+        return (_REGEX if self._regex else "") + ("" if self._began else _ANEW)
+
     def _last(self) -> str:
-        lines = "".join(f"\n{line[-_SHOWN_BYTES:]}" for line in self._shown)
+        lines = "".join(f"\n{line[-SHOWN_BYTES:]}" for line in self._shown)
         return f"\nlast output:{lines}" if lines else ""
 
 
 def _matcher(pattern: Pattern) -> Callable[[Line], bool]:
     if isinstance(pattern, str):
+        if "\n" in pattern:
+            raise InvalidSpec.field("pattern", pattern, _ONE_LINE)
         return lambda line: pattern in line
     if isinstance(pattern, bytes):
+        if b"\n" in pattern[:-1]:
+            raise InvalidSpec.field("pattern", pattern, _ONE_LINE)
         return lambda line: pattern in line.data
     if not isinstance(pattern, re.Pattern):
         raise InvalidSpec.field("pattern", pattern, "a str, which stands in the line, or re.compile(...)")
@@ -154,16 +181,23 @@ def _matcher(pattern: Pattern) -> Callable[[Line], bool]:
     return lambda line: search(line.data.rstrip(b"\r\n")) is not None
 
 
-def seconds(timeout_s: object) -> float | None:
-    """A time that is waited, or None. Raises InvalidSpec."""
-    if timeout_s is None or (isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)):
-        return timeout_s
-    raise InvalidSpec.field("timeout_s", timeout_s, "a number of seconds, or None")
-
-
 def _named(pattern: Pattern) -> str:
     text = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
     return text if len(text) <= _SHOWN_PATTERN_CHARS else text[:_SHOWN_PATTERN_CHARS] + "..."
+
+
+def _looks_like_regex(pattern: Pattern) -> bool:
+    """Whether a text was probably meant as a regular expression, which a text never is."""
+    if not isinstance(pattern, str | bytes):
+        return False
+    text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+    if _SIGNS.search(text) is None:
+        return False
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _whole_characters(data: bytearray) -> int:

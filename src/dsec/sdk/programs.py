@@ -9,7 +9,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.convert import USER, check_pair
-from dsec.model.errors import Conflict, InvalidSpec
+from dsec.model.errors import Conflict, InputClosed, InvalidSpec, InvalidState
 from dsec.model.processes import CommandSpec, InputState, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
 from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
@@ -155,7 +155,41 @@ def size(rows: int, cols: int) -> Terminal:
 def another_wrote(size: int) -> Conflict:
     """The error for input whose place another writer has taken."""
     text = f"another writer has written to this input, which is at {size} now: what was on its way may be lost; ask"
-    return Conflict(f"{text} where it is (`locate()`), then write again", detail={"input_size": size})
+    ways = "`process.stdin.locate()`, of an attachment its own `locate()`"
+    return Conflict(f"{text} where it is ({ways}), then write again", detail={"input_size": size})
+
+
+def nobody_reads(path: str, size: int | None = None) -> InputClosed:
+    """The error for input that nobody takes; `path`: of the program."""
+    id_ = path.rpartition("/")[2]
+    text = f"nobody reads the input of {id_} any more: it has ended (`info()` says how), or its input is closed"
+    return InputClosed(text, detail={"id": id_} if size is None else {"id": id_, "size": size})
+
+
+def closed_here(path: str) -> InvalidState:
+    """The error for input behind the end that this handle has given it; `path`: of the program."""
+    id_ = path.rpartition("/")[2]
+    return InvalidState(f"the input of {id_} was closed by this handle: nothing follows `close()`", detail={"id": id_})
+
+
+def pair(offsets: object) -> tuple[int, int]:
+    """An offset of each stream. Raises InvalidSpec."""
+    if isinstance(offsets, tuple | list) and len(offsets) == 2 and all(map(_is_offset, offsets)):
+        return offsets[0], offsets[1]
+    allowed = "(0, 0): where to begin in stdout and in stderr (both come: `.stream` of a line says which, .stdout "
+    raise InvalidSpec.field("offsets", offsets, f"{allowed}iterates one)")
+
+
+def one_offset(offset: object) -> int:
+    """An offset of a stream. Raises InvalidSpec."""
+    if _is_offset(offset):
+        assert isinstance(offset, int), "was looked at"
+        return offset
+    raise InvalidSpec.field("offset", offset, "a number of bytes, 0 or more; stream= says which stream")
+
+
+def _is_offset(offset: object) -> bool:
+    return isinstance(offset, int) and not isinstance(offset, bool) and offset >= 0
 
 
 def stream_number(stream: object) -> int:
@@ -166,10 +200,22 @@ def stream_number(stream: object) -> int:
     raise InvalidSpec.field("stream", stream, '1 or "stdout", 2 or "stderr"')
 
 
+# Of Linux, where the sandbox is; a caller's system may have other numbers. From 1 on.
+_SIGNAL_NAMES: Final = (
+    "HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT STOP TSTP TTIN TTOU URG "
+    "XCPU XFSZ VTALRM PROF WINCH IO PWR SYS"
+)
+
+
 def signal_number(number: object) -> int:
-    """A signal as the node takes it."""
+    """A signal as the node takes it, of a number or a name."""
+    # One of `signal.Signals` is a number that has a name, too.
+    name = number if isinstance(number, str) else getattr(number, "name", None)
+    known = _SIGNAL_NAMES.split()
+    if isinstance(name, str) and (short := name.upper().removeprefix("SIG")) in known:
+        return known.index(short) + 1
     if isinstance(number, bool) or not isinstance(number, int):
-        raise InvalidSpec.field("signal", number, "a number, such as signal.SIGTERM")
+        raise InvalidSpec.field("signal", number, 'a number, such as signal.SIGTERM, or a name, as "SIGTERM" or "TERM"')
     return int(number)
 
 

@@ -18,9 +18,10 @@ Command = str | Sequence[str | bytes | os.PathLike[str]]
 OnOutput = Callable[[int, bytes], Any]
 States = State | Sequence[State] | Literal["any"]
 
-# How much of a failed command and of its last words stands in the message of CommandFailed.
+# How much of a failed command, and of the last output of a program, stands in the message of an error.
 _SHOWN_COMMAND_CHARS = 200
-_SHOWN_OUTPUT_BYTES = 2000
+SHOWN_BYTES = 2000
+SHOWN_LINES = 20
 
 
 class ManyFields(TypedDict, total=False):
@@ -215,11 +216,24 @@ def command_failed(command: Command, result: RunResult, sandbox_id: str) -> Comm
         message += f"\nlimits hit: {', '.join(result.limits_hit)}"
     for name, data in (("stderr", result.stderr_bytes), ("stdout", result.stdout_bytes)):
         if data.strip():
-            message += f"\nend of {name}:\n{data[-_SHOWN_OUTPUT_BYTES:].decode('utf-8', 'replace').rstrip()}"
+            message += f"\nend of {name}:\n{_last(data)}"
             break
     error = CommandFailed(message, detail={"exit_code": result.exit_code, "cause": result.cause}, sandbox_id=sandbox_id)
     error.result = result
     return error
+
+
+def _last(data: bytes) -> str:
+    """The last lines of an output."""
+    lines = data[-SHOWN_BYTES:].decode("utf-8", "replace").rstrip().split("\n")
+    return "\n".join(lines[-SHOWN_LINES:])
+
+
+def seconds(timeout_s: object) -> float | None:
+    """A time that is waited, or None. Raises InvalidSpec."""
+    if timeout_s is None or (isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)):
+        return timeout_s
+    raise InvalidSpec.field("timeout_s", timeout_s, "a number of seconds, or None")
 
 
 def create_failed(index: int, cause: DsecError) -> CreateFailed:

@@ -13,10 +13,12 @@ import msgspec
 import pytest
 
 import dsec
-from dsec.model import words
+from dsec.model import names, words
 from dsec.model.processes import CommandSpec
 from dsec.sdk import values
+from dsec.sdk._sync import attach, layers, lines, output, programs
 from dsec.sdk.keywords import called, explained
+from dsec.sdk.lines import Line
 
 CLASSES = ("Client", "Sandbox", "Files", "Process", "Session", "Job")
 
@@ -67,6 +69,22 @@ def many(n: int, **fields: Any) -> Callable[[dsec.Sandbox], Any]:
         (lambda s: RESULT.returncode, "exit_code is 0 and ok true for success"),
         (lambda s: RESULT.output, "stdout and stderr are text"),
         (lambda s: RESULT.timed_out, "cause and limits_hit"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").send("a"), "a command reads what it is given"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").exec("a"), "run(text) gives the shell a command"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").interrupt(), "run(text, timeout_s=) ends a command"),
+        (lambda s: dsec.Session(s._client, s.id, "p-1").running, "info() tells its state"),
+        (lambda s: s.process("p-1").attach().sendline("a"), "write(data)"),
+        (lambda s: s.process("p-1").attach().read(), "iterating gives (stream, data) as it comes"),
+        (lambda s: s.process("p-1").lines().readline(), "next(timeout_s=) waits for one line"),
+        (lambda s: iter(s.process("p-1").stdout).read(), "iterating gives bytes as they come"),
+        (lambda s: s.files.watch("/").poll(), "next(timeout_s=) waits for one change"),
+        (lambda s: s.process.exec("ls"), "process is a method, and has no attribute 'exec'; sbx.run(...) waits"),
+        (lambda s: s.process.create_session("a"), "sbx.session() is a shell that lives on"),
+        (lambda s: s.get_host(80), "no port is open to the outside"),
+        (lambda s: s._client.ping(), "node() answers where a node does"),
+        (lambda s: s._client.layers.create("a"), "import_(source, name)"),
+        (lambda s: s._client.create_many(1).stop(), "its `with` block stops them all"),
+        (lambda s: Line("a").text, "it is a str itself"),
         (lambda s: s.nonsense, "'Sandbox' object has no attribute 'nonsense'"),
         (lambda s: s._private, "'Sandbox' object has no attribute '_private'"),
     ],
@@ -114,7 +132,29 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: s.files.chmod("/f", "755"), "mode", "a number, as 0o755"),
         (lambda s: s.files.write("/f", {"a": 1}), "data", "str or bytes"),
         (lambda s: s.files.write("/f", 5), "data", "str or bytes"),
-        (lambda s: s.process("p-1").signal("TERM"), "signal", "such as signal.SIGTERM"),
+        (lambda s: s.process("p-1").signal("TREM"), "signal", 'such as signal.SIGTERM, or a name, as "SIGTERM"'),
+        (lambda s: s.process("p-1").lines(1), "offsets", "where to begin in stdout and in stderr (both come"),
+        (lambda s: s.process("p-1").lines("stdout"), "offsets", ".stdout iterates one"),
+        (lambda s: s.process("p-1").lines((5,)), "offsets", "allowed: (0, 0)"),
+        (lambda s: s.process("p-1").follow((0, -1)), "offsets", "allowed: (0, 0)"),
+        (lambda s: s.process("p-1").attach(0), "offsets", "allowed: (0, 0)"),
+        (lambda s: s.process("p-1").stdout.follow("1"), "offset", "a number of bytes"),
+        (lambda s: s.process("p-1").output("stderr"), "offset", "stream= says which stream"),
+        (lambda s: s.process("p-1").lines(stream=1), "stream", "each line has .stream, 1 or 2"),
+        (lambda s: s.process("p-1").lines(timeout_s=1), "timeout_s", "process.lines().next(timeout_s=) waits for one"),
+        (lambda s: s.process("p-1").lines().next(timeout=1), "timeout", "did you mean timeout_s?"),
+        (lambda s: s.process("p-1").lines().next("1"), "timeout_s", "a number of seconds, or None"),
+        (lambda s: s.process("p-1").wait(timeout_s="1"), "timeout_s", "a number of seconds, or None"),
+        (lambda s: s.process("p-1").wait_for("a", stream=1), "stream", "both streams are looked at"),
+        (lambda s: s.process("p-1").wait_for(text="a"), "text", "did you mean pattern?"),
+        (lambda s: s.process("p-1").wait_for("a\nb"), "pattern", "text of one line, without a newline"),
+        (lambda s: s.process("p-1").wait_for("a\n"), "pattern", "text of one line, without a newline"),
+        (lambda s: s.process("p-1").wait_for(b"a\nb"), "pattern", "text of one line, without a newline"),
+        (lambda s: s.process("p-1").resize((50, 100)), "cols", "they are two numbers: resize(50, 100)"),
+        (lambda s: s.process("p-1").attach().resize((50, 100)), "cols", "they are two numbers: resize(50, 100)"),
+        (lambda s: s.files.watch("/").next(timeout=1), "timeout", "did you mean timeout_s?"),
+        (lambda s: s.files.list("/", depth=2), "depth", 'sbx.run(["find", path]) lists all below it'),
+        (lambda s: s.files.list("/", recursive=True), "recursive", "one directory is listed"),
         (lambda s: s.run("ls", nonsense=1), "nonsense", "run() has no argument nonsense (it has command, cwd, "),
         (lambda s: s.run("ls", "-l"), "command", "a program and its arguments are one list"),
         (lambda s: s.spawn("ls", pty=True), "pty", "did you mean tty?"),
@@ -320,12 +360,74 @@ def test_an_error_from_within_stays_as_it_is() -> None:
     assert type(caught.value) is TypeError
 
 
+HOLDS = {
+    "Input": programs.Input,
+    "Output": output.Output,
+    "Reader": output.Reader,
+    "Follow": output.Follow,
+    "Attachment": attach.Attachment,
+    "Lines": lines.Lines,
+    "Layers": layers.Layers,
+}
+
+
+@pytest.mark.parametrize("name", names.NAMES)
+def test_names_lead_to_what_is_there(sbx: dsec.Sandbox, name: str) -> None:
+    """Also when one of ours gets another name, or one that others have."""
+    cls = HOLDS.get(name) or getattr(dsec, name)
+    own = {*dir(cls), *getattr(cls, "__annotations__", ())}
+    made = {
+        "Client": sbx._client,
+        "Follow": sbx.process("p-1").follow(),
+        "Attachment": sbx.process("p-1").attach(),
+        "Job": sbx._client.job("a"),
+        "Diff": sbx.diff(),
+        "Batch": sbx._client.create_many(1),
+    }
+    own |= set(dir(made.get(name, cls)))
+    tried: list[str] = []
+    for ours, text, words_of_others in names.NAMES[name]:
+        assert ours in own, f"{name} has no {ours}, of which is said: {text}"
+        tried += words_of_others.split()
+    assert not own & set(tried), "what is there needs no hint"
+    assert len(tried) == len(set(tried)), sorted(word for word in tried if tried.count(word) > 1)
+    for word in tried:
+        assert words.way(word, (f"Async{name}",)).startswith("; ")
+
+
+def test_methods_that_others_have_as_objects_are_methods(sbx: dsec.Sandbox) -> None:
+    for name, rows in names.OBJECTS.items():
+        cls, _, method = name.partition(".")
+        for kind in (cls, f"Async{cls}"):
+            assert inspect.signature(getattr(getattr(dsec, kind), method)).parameters
+        assert all(hasattr(getattr(dsec, cls), ours) for ours, _, _ in rows)
+    assert sbx.process("p-1").id == "p-1"
+    with pytest.raises(dsec.InvalidSpec, match="did you mean process_id"):
+        sbx.process(id="p-1")  # type: ignore[call-arg]  # what is refused
+    assert not hasattr(sbx.process, "_private")
+
+
+def test_names_of_the_package_lead_to_ours() -> None:
+    for ours, theirs in names.PACKAGE.items():
+        assert ours in dsec.__all__
+        for name in theirs.split():
+            with pytest.raises(AttributeError, match=rf"did you mean {ours}\?"):
+                getattr(dsec, name)
+
+
+def test_what_methods_have_a_way_for_is_none_of_their_arguments() -> None:
+    for name, _, tried in words._IN_CALLS:
+        cls, _, method = name.partition(".")
+        known = inspect.signature(getattr(HOLDS.get(cls) or getattr(dsec, cls), method)).parameters
+        assert not known.keys() & set(tried.split()), name
+
+
 def test_the_words_lead_to_arguments_that_are_there() -> None:
     """Also when one of ours gets another name."""
     known = {*dsec.Spec.__struct_fields__, *CommandSpec.__struct_fields__}
     for name in CLASSES:
         for member in vars(getattr(dsec, name)).values():
-            if inspect.isfunction(member):
+            if callable(member):
                 known.update(inspect.signature(member).parameters)
     led = {ours for names in words._OURS.values() for ours in names}
     assert led <= known, led - known

@@ -10,7 +10,9 @@ import pytest
 
 import dsec
 from dsec.model.limits import LINE_MAX_BYTES
-from dsec.sdk.lines import Line, Splitter, Wanted
+from dsec.model.states import Output
+from dsec.sdk.lines import Line, Pattern, Splitter, Wanted
+from dsec.sdk.values import command_failed
 
 
 def split(data: bytes, *sizes: int, offset: int = 0) -> list[Line]:
@@ -98,4 +100,47 @@ def test_an_error_shows_the_last_lines_and_no_more() -> None:
     wanted.found(Line("> "), whole=False)
     text = str(wanted.too_late("p-1", 3))
     assert "'none' within 3 s" in text and "line 99999\n" in text and "no line yet" in text and text.endswith("\n> ")
-    assert 1500 < len(text) < 3000
+    assert "line 99980\n" in text and "line 99979\n" not in text
+    for line in split(b"x" * 300 + b"\n" + b"y" * 1900 + b"\n"):
+        wanted.found(line, whole=True)
+    assert "xx" not in str(wanted.too_late("p-1", 3))
+
+
+def test_the_error_of_a_failed_command_shows_its_last_lines() -> None:
+    out = dsec.RunResult(process_id="p-1", exit_code=1, cause="exited", err=Output(head=b"y\n" * 900, total=1800))
+    text = str(command_failed("yes", out, "sbx-1"))
+    assert text.endswith("end of stderr:" + "\ny" * 20)
+
+
+def test_an_error_says_which_lines_were_looked_at() -> None:
+    behind = Line("ready on 8080", 1, b"ready on 8080\n")
+    for text in (
+        str(Wanted("ready", behind).too_late("p-1", 3)),
+        str(Wanted("ready", behind).ended_first("p-1", None)),
+    ):
+        assert "no line of its output behind 'ready on 8080', which the last call returned, had 'ready'" in text
+        assert "sbx.process(id).wait_for(...) looks from the first line on" in text
+    assert "behind" not in str(Wanted("ready").too_late("p-1", 3))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["port .*", r"port \d+", "^ready", "ready$", "[0-9]+", "(one|two)", "one|two", b"a.+"]
+)
+def test_a_text_that_looks_like_a_regular_expression_is_told_what_it_is(pattern: str | bytes) -> None:
+    assert "a regular expression is re.compile(...)" in str(Wanted(pattern).too_late("p-1", 3))
+    assert "a regular expression is re.compile(...)" in str(Wanted(pattern).ended_first("p-1", None))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["ready.", "http://0.0.0.0:80/?a=b", "$ ", "[", "what?", re.compile("a.*"), "(x", "a*b"]
+)
+def test_a_plain_text_is_not(pattern: Pattern) -> None:
+    assert "regular" not in str(Wanted(pattern).too_late("p-1", 3))
+
+
+def test_where_nothing_has_come_the_reason_may_be_the_programs_buffer() -> None:
+    assert "`stdbuf -oL COMMAND`" in str(Wanted("a").too_late("p-1", 3))
+    for whole in (True, False):
+        wanted = Wanted("a")
+        wanted.found(Line("b"), whole=whole)
+        assert "stdbuf" not in str(wanted.too_late("p-1", 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 
@@ -219,7 +220,7 @@ def test_input_comes_once_whatever_breaks(kit: Kit, serve: Serve, takes: int) ->
         await get(process.stdin.close())
         await get(process.stdin.close())
         assert process.stdin.offset == 3003
-        with pytest.raises(dsec.InvalidState):
+        with pytest.raises(dsec.InvalidState, match=r"the input of p-1 was closed by this handle"):
             await get(process.stdin.write(b"x"))
 
     kit.run(body())
@@ -235,7 +236,7 @@ def test_a_handle_found_again_writes_behind_what_is_there(kit: Kit, serve: Serve
         stdin = kit.sandbox(server.url).process("p-1").stdin
         assert stdin.offset is None
         await get(stdin.write(b"and "))
-        with pytest.raises(dsec.Conflict):
+        with pytest.raises(dsec.Conflict, match=r"`process\.stdin\.locate\(\)`"):
             program.taken += b"another's "
             await get(stdin.write(b"x"))
         await get(stdin.write(b"after "))
@@ -253,8 +254,10 @@ def test_input_that_nobody_reads_is_told(kit: Kit, serve: Serve) -> None:
 
     async def body() -> None:
         stdin = kit.sandbox(server.url).process("p-1").stdin
-        with pytest.raises(dsec.InvalidState, match="nobody reads"):
+        with pytest.raises(dsec.InputClosed, match="nobody reads the input of p-1 any more") as caught:
             await get(stdin.write(b"x"))
+        assert isinstance(caught.value, BrokenPipeError) and isinstance(caught.value, dsec.InvalidState)
+        assert caught.value.detail == {"id": "p-1", "size": 0}
         await get(stdin.close())
 
     kit.run(body())
@@ -490,13 +493,89 @@ def test_a_cancelled_command_of_a_session_is_killed_and_the_session_stays(kit: K
     assert seen == ["POST /sessions", "POST /sessions/ses-1/run?stream=1", "POST /processes/p-9/kill"]
 
 
-def test_a_signal_is_a_number(kit: Kit, serve: Serve) -> None:
-    server = serve(ScriptedProgram())
+def test_a_terminal_has_one_output(kit: Kit, serve: Serve) -> None:
+    """Without a word to the stream, which would go on to the program's end."""
+    server = serve(ScriptedProgram(tty=True))
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url)
+        for process in (await get(sbx.spawn("x", tty=True)), sbx.process("p-1")):
+            assert await collect(process.stderr) == []
+            assert await collect(process.stderr.follow(5)) == []
+
+    kit.run(body())
+    assert [request.method for request in server.requests] == ["POST", "GET"], "asked once, where it is not known"
+
+
+def test_a_line_that_does_not_come_in_time(kit: Kit, serve: Serve) -> None:
+    server = serve(ScriptedProgram(out={1: b"one\ntwo", 2: b""}))
+
+    async def body() -> None:
+        process = kit.sandbox(server.url).process("p-1")
+        lines = process.lines()
+        assert await get(lines.next(60)) == "one"
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"no line has come within 0\.1 s; the program goes on") as caught:
+                await get(lines.next(timeout_s=0.1))
+            assert isinstance(caught.value, dsec.DeadlineExceeded)
+        assert lines.offsets == (4, 0), "what had come is kept"
+        lines.close()
+        with pytest.raises(dsec.InvalidState, match="no more lines"):
+            await get(lines.next(60))
+
+    kit.run(body())
+    asked = [request for request in server.requests if "/output" in request.path]
+    assert len(asked) == 1, "the connection that was there goes on"
+
+
+def test_an_end_that_a_reader_holds_back_says_so(kit: Kit, serve: Serve) -> None:
+    program = ScriptedProgram(out={1: bytes(3 << 20), 2: b""})
+    server = serve(program)
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url)
+        process = await get(sbx.spawn("yes", spool_bytes=0))
+        with pytest.raises(dsec.DeadlineExceeded, match=r"has not ended after 0 s; it goes on$"):
+            await get(process.wait(0))
+        left = process.stdout.follow()
+        await begin(left, 1)
+        at = left.offset
+        with pytest.raises(
+            dsec.DeadlineExceeded, match=rf"holds it back: it stands at byte {at} of stream 1, more than"
+        ):
+            await get(process.wait(0))
+        left.close()
+        lossy = process.stdout.follow(lossy=True)
+        await begin(lossy, 1)
+        with pytest.raises(dsec.DeadlineExceeded, match=r"it goes on$"):
+            await get(process.wait(0))
+        lossy.close()
+        found = sbx.process("p-1")
+        program.out[1] = bytes(17 << 20)
+        reader = found.stdout.follow()
+        await begin(reader, 1)
+        with pytest.raises(dsec.DeadlineExceeded, match="may hold it back"):
+            await get(found.wait(0))
+
+    kit.run(body())
+
+
+def test_a_signal_is_a_number_or_a_name_of_linux(kit: Kit, serve: Serve) -> None:
+    program = ScriptedProgram()
+    server = serve(program)
+
+    async def names() -> None:
+        process = kit.sandbox(server.url).process("p-1")
+        for name in ("TERM", "SIGUSR1", "sigwinch", signal.SIGUSR2, "HUP", "SYS", 34):
+            await get(process.signal(name))
+
+    kit.run(names())
+    assert program.kills == [{"signal": number} for number in (15, 10, 28, 12, 1, 31, 34)]
 
     async def body() -> None:
         process = await get(kit.sandbox(server.url).spawn("x"))
         asked = len(server.requests)
-        for wrong in ("TERM", 15.0, True, None):
+        for wrong in ("TREM", "15", 15.0, True, None):
             with pytest.raises(dsec.InvalidSpec) as refused:
                 await get(process.signal(wrong))
             assert refused.value.detail["field"] == "signal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,12 +11,13 @@ from dsec.model.errors import Conflict, DsecError, InvalidState
 from dsec.model.ids import new_key
 from dsec.model.limits import KIB, SPOOL_BYTES
 from dsec.sdk import programs
-from dsec.sdk._async.net import AsyncCondition, AsyncLock
+from dsec.sdk._async.net import AsyncCondition, AsyncLock, notified
 from dsec.sdk._async.output import AsyncFollow
 from dsec.sdk._async.socket import AsyncSocket
 from dsec.sdk._async.transport import AsyncTransport
 from dsec.sdk._async.writer import AsyncWriter, Left
-from dsec.sdk.http1 import Broken
+from dsec.sdk.http1 import Broken, Late
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
 from dsec.wire.attach import WINDOW_BYTES
 
@@ -25,6 +27,7 @@ _PIECE_BYTES: Final = 64 * KIB
 _READY_MAX_BYTES: Final = SPOOL_BYTES
 
 
+@explained
 class AsyncAttachment(AsyncFollow):
     """A program's output as `follow` gives it, and its input, over one connection.
 
@@ -68,35 +71,37 @@ class AsyncAttachment(AsyncFollow):
 
     # Output.
 
-    async def _item(self) -> OutputItem:
-        await self._until(lambda: bool(self._ready), consumer=True)
+    async def _item(self, end: float | None = None) -> OutputItem:
+        await self._until(lambda: bool(self._ready), consumer=True, end=end)
         async with self._changed:
             item = self._ready.popleft()
             self._ready_bytes -= len(item.data)
             self._changed.notify_all()
         return item
 
-    async def _until(self, ready: Callable[[], bool], *, consumer: bool = False) -> None:
-        """Until that is so. Whoever waits, and finds nobody reading, reads for all."""
+    async def _until(self, ready: Callable[[], bool], *, consumer: bool = False, end: float | None = None) -> None:
+        """Until that is so. Whoever waits, and finds nobody reading, reads for all. Late: the time `end` has come."""
         while True:
             async with self._changed:
                 while not ready() and (self._reading or not (consumer or self._ready_bytes < _READY_MAX_BYTES)):
-                    await self._changed.wait()
+                    if end is not None and time.monotonic() >= end:
+                        raise Late
+                    await notified(self._changed, end)
                 if ready():
                     return
                 if self._over:
                     raise InvalidState("this attachment was closed")
                 self._reading = True
             try:
-                await self._step()
+                await self._step(end)
             finally:
                 self._reading = False
                 async with self._changed:
                     self._changed.notify_all()
 
-    async def _step(self) -> None:
+    async def _step(self, end: float | None) -> None:
         """Take one item from the connection."""
-        item = await super()._item()
+        item = await super()._item(end)
         if item.started is not None:
             await self._begin(item)
             return
@@ -176,7 +181,7 @@ class AsyncAttachment(AsyncFollow):
     async def write(self, data: str | bytes | bytearray | memoryview) -> None:
         """Give the program all of `data`: returns once it is on its way, of which little is at any time.
 
-        InvalidState: nobody reads it any more. Conflict: another client has written, and what was on its way is lost.
+        InputClosed: nobody reads it any more. Conflict: another client has written, and what was on its way is lost.
         A write that NodeUnreachable has ended goes on with the next.
         """
         view = memoryview(programs.input_bytes(data))
@@ -256,7 +261,7 @@ class AsyncAttachment(AsyncFollow):
             self._check_alone()
             if self._input_over():
                 self._pending = b""
-                raise InvalidState("nobody reads this input any more")
+                raise programs.nobody_reads(self._program)
             async with self._sending:
                 if self._base is None:  # it was broken meanwhile
                     continue
@@ -298,9 +303,9 @@ class AsyncAttachment(AsyncFollow):
         size = programs.size(rows, cols)
         await self._ask({"resize": {"rows": size.rows, "cols": size.cols}})
 
-    async def signal(self, number: int) -> None:
-        """Send a signal to the program itself."""
-        await self._ask({"signal": int(number)})
+    async def signal(self, number: int | str) -> None:
+        """Send a signal, a number or a name ("TERM"), to the program itself."""
+        await self._ask({"signal": programs.signal_number(number)})
 
     async def _ask(self, what: dict[str, Any]) -> None:
         key = new_key()

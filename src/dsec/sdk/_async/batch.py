@@ -17,6 +17,7 @@ from dsec.sdk._async.net import each
 from dsec.sdk._async.sandbox import AsyncSandbox
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 from dsec.sdk.values import create_failed
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class AsyncBatch:
     """What `create_many` returns: enter it, iterate, and leaving stops every sandbox it made."""
 

@@ -10,8 +10,10 @@ from dsec.model.limits import DIFF_MAX
 from dsec.sdk import codec
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 
+@explained
 class AsyncDiff:
     """What `diff` returns: iterate over it, each time anew. After the end `report` says how much there was."""
 

@@ -18,8 +18,8 @@ from dsec.sdk._async.closing import AsyncClosing
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
-from dsec.sdk.lines import seconds
 from dsec.sdk.values import path_bytes as _path
+from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
@@ -269,6 +269,7 @@ class AsyncFiles:
             tree.close()
 
 
+@explained
 class AsyncWatch(AsyncClosing):
     """Changes below a path of a sandbox; see `files.watch`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
@@ -211,6 +212,15 @@ def entered(function: Callable[P, Coroutine[Any, Any, E]]) -> Callable[P, Awaite
     """A method whose result is entered, which `async with` may do without `await`: `explained` makes it so."""
     function.entered = True  # type: ignore[attr-defined]  # functions have attributes
     return cast(Callable[P, Awaited[E]], function)
+
+
+async def notified(condition: asyncio.Condition, end: float | None) -> None:
+    """Wait until somebody says that something has changed, or the time `end` has come."""
+    try:
+        async with asyncio.timeout(None if end is None else max(end - time.monotonic(), 0.0)):
+            await condition.wait()
+    except TimeoutError:
+        return
 
 
 async def sleep(seconds: float) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
-from dsec.sdk import codec
+from dsec.sdk import codec, programs
 from dsec.sdk._async.closing import AsyncClosing
 from dsec.sdk._async.net import sleep
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry, AsyncTransport
@@ -18,9 +18,11 @@ from dsec.sdk.programs import OutputItem
 
 if TYPE_CHECKING:
     from dsec.sdk._async.lines import AsyncLines
+    from dsec.sdk._async.programs import AsyncProcess
     from dsec.sdk._async.socket import AsyncSocket
 
 
+@explained
 class AsyncFollow(AsyncClosing):
     """Both streams of a program as they come, to its end: an iterator of `(stream, data)`, on a connection of its own.
 
@@ -42,7 +44,7 @@ class AsyncFollow(AsyncClosing):
         self.offsets = {1: offsets[0], 2: offsets[1]}
         self.dropped = {1: 0, 2: 0}
         self.result: RunResult | None = None
-        # When to give up with Late; not part of the public surface.
+        # When to give up with Late, and nothing is lost; not part of the public surface.
         self.deadline: float | None = None
         self._transport = transport
         self._program = program
@@ -60,7 +62,7 @@ class AsyncFollow(AsyncClosing):
 
     async def __anext__(self) -> tuple[int, bytes]:
         while not self._over:
-            item = await self._item()
+            item = await self._item(self.deadline)
             if item.stream is not None and (data := self._new(item.stream, item.offset, item.data)):
                 if self._retry is not None:
                     self._retry.went_on()
@@ -88,25 +90,31 @@ class AsyncFollow(AsyncClosing):
             self._items.close()
             self._items = None
 
-    async def _item(self) -> OutputItem:
+    def standing(self) -> dict[int, int]:
+        """Where it stands in each stream; empty: it holds nobody back. Not part of the public surface."""
+        return {} if self._over or self._lossy or self._items is None else dict(self.offsets)
+
+    async def _item(self, end: float | None = None) -> OutputItem:
         if self._retry is None:
             self._retry = AsyncRetry(self._transport)
         while True:
             try:
                 if self._items is None:
                     self._items = await self._open()
-                item = await self._items.next(OutputItem, self.deadline)
+                item = await self._items.next(OutputItem, end)
                 self._tell(broken=False)
                 return item
             except Broken as error:
                 self._drop()
                 self._tell(broken=True)
                 await self._again(self._retry, error)
-                if self.deadline is not None and time.monotonic() >= self.deadline:
+                if end is not None and time.monotonic() >= end:
                     raise Late from None
             except Garbage as error:
                 self.close()
                 raise self._transport.garbage(error) from error
+            except Late:  # all of what came is kept
+                raise
             except BaseException:  # also cancelled: a part of an item may have been taken from it
                 self._drop()
                 raise
@@ -191,6 +199,7 @@ class AsyncFollow(AsyncClosing):
                 self._on_broken(broken)
 
 
+@explained
 class AsyncReader(AsyncClosing):
     """One stream of a program as it comes, to its end: an iterator of bytes, on a connection of its own.
 
@@ -198,9 +207,11 @@ class AsyncReader(AsyncClosing):
     are not kept any more and were passed over.
     """
 
-    def __init__(self, follow: AsyncFollow, stream: int) -> None:
+    def __init__(self, process: AsyncProcess, follow: AsyncFollow, stream: int) -> None:
+        self._process = process
         self._follow = follow
         self._stream = stream
+        self._begun = False
 
     @property
     def offset(self) -> int:
@@ -216,6 +227,10 @@ class AsyncReader(AsyncClosing):
         return self
 
     async def __anext__(self) -> bytes:
+        if not self._begun:
+            if self._stream == 2 and await self._process.one_stream():
+                self.close()
+            self._begun = True
         while True:
             stream, data = await self._follow.__anext__()
             if stream == self._stream:
@@ -231,9 +246,8 @@ class AsyncOutput:
     """One output stream of a program. Iterating it reads from the first byte that is kept; each iteration is a reader
     of its own, and none takes bytes from another."""
 
-    def __init__(self, transport: AsyncTransport, program: str, stream: int) -> None:
-        self._transport = transport
-        self._program = program
+    def __init__(self, process: AsyncProcess, stream: int) -> None:
+        self._process = process
         self._stream = stream
 
     def __aiter__(self) -> AsyncReader:
@@ -241,16 +255,18 @@ class AsyncOutput:
 
     def follow(self, offset: int = 0, *, lossy: bool = False) -> AsyncReader:
         """A reader from an offset on. A slow one holds the program back; with `lossy` it misses bytes instead."""
+        offset = programs.one_offset(offset)
         offsets = (offset, 0) if self._stream == 1 else (0, offset)
-        return AsyncReader(AsyncFollow(self._transport, self._program, offsets, lossy=lossy), self._stream)
+        return AsyncReader(self._process, self._process.follow(offsets, lossy=lossy), self._stream)
 
     async def located(self, offset: int = 0) -> tuple[int, bytes]:
         """The offset and the bytes of what is kept now from `offset` on, or from later where that is not kept."""
-        retry = AsyncRetry(self._transport)
-        path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
+        transport = self._process._client.transport
+        retry = AsyncRetry(transport)
+        path = f"{self._process._path}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:
             try:
-                answer = await self._transport.open("GET", path, accept=codec.OCTETS)
+                answer = await transport.open("GET", path, accept=codec.OCTETS)
                 try:
                     at = answer.head.headers.get(b"x-dsec-offset", b"")
                     return int(at) if at.isdigit() else offset, await answer.read()
@@ -259,4 +275,4 @@ class AsyncOutput:
             except Broken as error:
                 await retry.after(error)
             except Garbage as error:
-                raise self._transport.garbage(error) from error
+                raise transport.garbage(error) from error

@@ -16,7 +16,7 @@ from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._async.net import entered
 from dsec.sdk._async.run import AsyncRun
-from dsec.sdk.keywords import Made, explained
+from dsec.sdk.keywords import Made, asked, explained
 
 if TYPE_CHECKING:
     from dsec.model.ports import Exposed
@@ -169,6 +169,7 @@ class AsyncSandbox(metaclass=Made):
         )
         return await spawn(self._client, self._id, spec, key)
 
+    @asked
     def process(self, process_id: str) -> AsyncProcess:
         """The handle on a program by its id; nothing is asked before it is used."""
         from dsec.sdk._async.programs import AsyncProcess  # as for files

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,12 +13,13 @@ from dsec.model.errors import Conflict, DsecError, InvalidState
 from dsec.model.ids import new_key
 from dsec.model.limits import KIB, SPOOL_BYTES
 from dsec.sdk import programs
-from dsec.sdk._sync.net import Condition, Lock
+from dsec.sdk._sync.net import Condition, Lock, notified
 from dsec.sdk._sync.output import Follow
 from dsec.sdk._sync.socket import Socket
 from dsec.sdk._sync.transport import Transport
 from dsec.sdk._sync.writer import Left, Writer
-from dsec.sdk.http1 import Broken
+from dsec.sdk.http1 import Broken, Late
+from dsec.sdk.keywords import explained
 from dsec.sdk.programs import OutputItem
 from dsec.wire.attach import WINDOW_BYTES
 
@@ -27,6 +29,7 @@ _PIECE_BYTES: Final = 64 * KIB
 _READY_MAX_BYTES: Final = SPOOL_BYTES
 
 
+@explained
 class Attachment(Follow):
     """A program's output as `follow` gives it, and its input, over one connection.
 
@@ -70,35 +73,37 @@ class Attachment(Follow):
 
     # Output.
 
-    def _item(self) -> OutputItem:
-        self._until(lambda: bool(self._ready), consumer=True)
+    def _item(self, end: float | None = None) -> OutputItem:
+        self._until(lambda: bool(self._ready), consumer=True, end=end)
         with self._changed:
             item = self._ready.popleft()
             self._ready_bytes -= len(item.data)
             self._changed.notify_all()
         return item
 
-    def _until(self, ready: Callable[[], bool], *, consumer: bool = False) -> None:
-        """Until that is so. Whoever waits, and finds nobody reading, reads for all."""
+    def _until(self, ready: Callable[[], bool], *, consumer: bool = False, end: float | None = None) -> None:
+        """Until that is so. Whoever waits, and finds nobody reading, reads for all. Late: the time `end` has come."""
         while True:
             with self._changed:
                 while not ready() and (self._reading or not (consumer or self._ready_bytes < _READY_MAX_BYTES)):
-                    self._changed.wait()
+                    if end is not None and time.monotonic() >= end:
+                        raise Late
+                    notified(self._changed, end)
                 if ready():
                     return
                 if self._over:
                     raise InvalidState("this attachment was closed")
                 self._reading = True
             try:
-                self._step()
+                self._step(end)
             finally:
                 self._reading = False
                 with self._changed:
                     self._changed.notify_all()
 
-    def _step(self) -> None:
+    def _step(self, end: float | None) -> None:
         """Take one item from the connection."""
-        item = super()._item()
+        item = super()._item(end)
         if item.started is not None:
             self._begin(item)
             return
@@ -178,7 +183,7 @@ class Attachment(Follow):
     def write(self, data: str | bytes | bytearray | memoryview) -> None:
         """Give the program all of `data`: returns once it is on its way, of which little is at any time.
 
-        InvalidState: nobody reads it any more. Conflict: another client has written, and what was on its way is lost.
+        InputClosed: nobody reads it any more. Conflict: another client has written, and what was on its way is lost.
         A write that NodeUnreachable has ended goes on with the next.
         """
         view = memoryview(programs.input_bytes(data))
@@ -258,7 +263,7 @@ class Attachment(Follow):
             self._check_alone()
             if self._input_over():
                 self._pending = b""
-                raise InvalidState("nobody reads this input any more")
+                raise programs.nobody_reads(self._program)
             with self._sending:
                 if self._base is None:  # it was broken meanwhile
                     continue
@@ -300,9 +305,9 @@ class Attachment(Follow):
         size = programs.size(rows, cols)
         self._ask({"resize": {"rows": size.rows, "cols": size.cols}})
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the program itself."""
-        self._ask({"signal": int(number)})
+    def signal(self, number: int | str) -> None:
+        """Send a signal, a number or a name ("TERM"), to the program itself."""
+        self._ask({"signal": programs.signal_number(number)})
 
     def _ask(self, what: dict[str, Any]) -> None:
         key = new_key()

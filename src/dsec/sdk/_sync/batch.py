@@ -19,6 +19,7 @@ from dsec.sdk._sync.net import each
 from dsec.sdk._sync.sandbox import Sandbox
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 from dsec.sdk.values import create_failed
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class _Nothing(msgspec.Struct):
     """An answer without content."""
 
 
+@explained
 class Batch:
     """What `create_many` returns: enter it, iterate, and leaving stops every sandbox it made."""
 

@@ -12,8 +12,10 @@ from dsec.model.limits import DIFF_MAX
 from dsec.sdk import codec
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 
+@explained
 class Diff:
     """What `diff` returns: iterate over it, each time anew. After the end `report` says how much there was."""
 

@@ -10,8 +10,10 @@ from dsec.model.events import Event
 from dsec.sdk import codec
 from dsec.sdk._sync.transport import Items, Retry, Transport
 from dsec.sdk.http1 import Broken, Garbage
+from dsec.sdk.keywords import explained
 
 
+@explained
 class Events:
     """What `events` returns: iterate over it. `close` (or the end of the iteration) lets go of its connection."""
 

@@ -20,8 +20,8 @@ from dsec.sdk._sync.closing import Closing
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
-from dsec.sdk.lines import seconds
 from dsec.sdk.values import path_bytes as _path
+from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
@@ -267,6 +267,7 @@ class Files:
             tree.close()
 
 
+@explained
 class Watch(Closing):
     """Changes below a path of a sandbox; see `files.watch`."""
 

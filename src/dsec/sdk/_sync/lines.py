@@ -9,10 +9,12 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
+from dsec.model.errors import DeadlineExceeded, InvalidState
 from dsec.sdk._sync.closing import Closing
 from dsec.sdk.http1 import Late
 from dsec.sdk.keywords import explained
-from dsec.sdk.lines import Line, Offsets, Pattern, Splitter, Wanted, seconds
+from dsec.sdk.lines import Line, Offsets, Pattern, Splitter, Wanted
+from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.model.states import RunResult
@@ -68,7 +70,24 @@ class Lines(Closing):
                 self._ready.extend(self._splitter.rest(self._follow.offsets))
                 continue
             self._ready.extend(self._splitter.feed(stream, data, self._follow.offsets[stream]))
+            if not self._ready and (end := self._follow.deadline) is not None and time.monotonic() >= end:
+                raise Late  # what comes all the time, and has no newline
         return self._ready.popleft()
+
+    def next(self, timeout_s: float | None = None) -> Line:
+        """The next line. DeadlineExceeded (a TimeoutError): none was whole within `timeout_s` seconds; nothing is lost,
+        and the next call goes on. InvalidState: there is none any more, the output has ended or this was closed.
+        """
+        limit_s = seconds(timeout_s)
+        self._follow.deadline = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            return self.__next__()
+        except StopIteration:
+            raise InvalidState("there are no more lines: the output has ended, or this iterator was closed") from None
+        except Late:
+            raise DeadlineExceeded(f"no line has come within {timeout_s:g} s; the program goes on") from None
+        finally:
+            self._follow.deadline = None
 
     def close(self) -> None:
         """Read no longer. The program goes on."""
@@ -76,9 +95,11 @@ class Lines(Closing):
         self._follow.close()
 
 
-def wait_for(process: Process, pattern: Pattern, timeout_s: float | None, offsets: Offsets) -> Line:
-    """The first line from there on that matches."""
-    wanted, limit_s = Wanted(pattern, offsets), seconds(timeout_s)
+def wait_for(
+    process: Process, pattern: Pattern, timeout_s: float | None, offsets: Offsets, behind: Line | None
+) -> Line:
+    """The first line from there on that matches; `behind`: the one before, if a call has returned one."""
+    wanted, limit_s = Wanted(pattern, behind), seconds(timeout_s)
     end = None if limit_s is None else time.monotonic() + limit_s
     follow = process.follow(offsets)
     lines = follow.lines()

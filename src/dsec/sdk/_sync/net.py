@@ -166,6 +166,11 @@ def entered(function: F) -> F:
     return function
 
 
+def notified(condition: threading.Condition, end: float | None) -> None:
+    """Wait until somebody says that something has changed, or the time `end` has come."""
+    condition.wait(None if end is None else max(end - time.monotonic(), 0.0))
+
+
 def sleep(seconds: float) -> None:
     """Wait."""
     time.sleep(seconds)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from dsec.model.errors import NodeUnreachable, Unsupported
 from dsec.model.states import RunResult
-from dsec.sdk import codec
+from dsec.sdk import codec, programs
 from dsec.sdk._sync.closing import Closing
 from dsec.sdk._sync.net import sleep
 from dsec.sdk._sync.transport import Items, Retry, Transport
@@ -20,9 +20,11 @@ from dsec.sdk.programs import OutputItem
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.lines import Lines
+    from dsec.sdk._sync.programs import Process
     from dsec.sdk._sync.socket import Socket
 
 
+@explained
 class Follow(Closing):
     """Both streams of a program as they come, to its end: an iterator of `(stream, data)`, on a connection of its own.
 
@@ -44,7 +46,7 @@ class Follow(Closing):
         self.offsets = {1: offsets[0], 2: offsets[1]}
         self.dropped = {1: 0, 2: 0}
         self.result: RunResult | None = None
-        # When to give up with Late; not part of the public surface.
+        # When to give up with Late, and nothing is lost; not part of the public surface.
         self.deadline: float | None = None
         self._transport = transport
         self._program = program
@@ -62,7 +64,7 @@ class Follow(Closing):
 
     def __next__(self) -> tuple[int, bytes]:
         while not self._over:
-            item = self._item()
+            item = self._item(self.deadline)
             if item.stream is not None and (data := self._new(item.stream, item.offset, item.data)):
                 if self._retry is not None:
                     self._retry.went_on()
@@ -90,25 +92,31 @@ class Follow(Closing):
             self._items.close()
             self._items = None
 
-    def _item(self) -> OutputItem:
+    def standing(self) -> dict[int, int]:
+        """Where it stands in each stream; empty: it holds nobody back. Not part of the public surface."""
+        return {} if self._over or self._lossy or self._items is None else dict(self.offsets)
+
+    def _item(self, end: float | None = None) -> OutputItem:
         if self._retry is None:
             self._retry = Retry(self._transport)
         while True:
             try:
                 if self._items is None:
                     self._items = self._open()
-                item = self._items.next(OutputItem, self.deadline)
+                item = self._items.next(OutputItem, end)
                 self._tell(broken=False)
                 return item
             except Broken as error:
                 self._drop()
                 self._tell(broken=True)
                 self._again(self._retry, error)
-                if self.deadline is not None and time.monotonic() >= self.deadline:
+                if end is not None and time.monotonic() >= end:
                     raise Late from None
             except Garbage as error:
                 self.close()
                 raise self._transport.garbage(error) from error
+            except Late:  # all of what came is kept
+                raise
             except BaseException:  # also cancelled: a part of an item may have been taken from it
                 self._drop()
                 raise
@@ -193,6 +201,7 @@ class Follow(Closing):
                 self._on_broken(broken)
 
 
+@explained
 class Reader(Closing):
     """One stream of a program as it comes, to its end: an iterator of bytes, on a connection of its own.
 
@@ -200,9 +209,11 @@ class Reader(Closing):
     are not kept any more and were passed over.
     """
 
-    def __init__(self, follow: Follow, stream: int) -> None:
+    def __init__(self, process: Process, follow: Follow, stream: int) -> None:
+        self._process = process
         self._follow = follow
         self._stream = stream
+        self._begun = False
 
     @property
     def offset(self) -> int:
@@ -218,6 +229,10 @@ class Reader(Closing):
         return self
 
     def __next__(self) -> bytes:
+        if not self._begun:
+            if self._stream == 2 and self._process.one_stream():
+                self.close()
+            self._begun = True
         while True:
             stream, data = self._follow.__next__()
             if stream == self._stream:
@@ -233,9 +248,8 @@ class Output:
     """One output stream of a program. Iterating it reads from the first byte that is kept; each iteration is a reader
     of its own, and none takes bytes from another."""
 
-    def __init__(self, transport: Transport, program: str, stream: int) -> None:
-        self._transport = transport
-        self._program = program
+    def __init__(self, process: Process, stream: int) -> None:
+        self._process = process
         self._stream = stream
 
     def __iter__(self) -> Reader:
@@ -243,16 +257,18 @@ class Output:
 
     def follow(self, offset: int = 0, *, lossy: bool = False) -> Reader:
         """A reader from an offset on. A slow one holds the program back; with `lossy` it misses bytes instead."""
+        offset = programs.one_offset(offset)
         offsets = (offset, 0) if self._stream == 1 else (0, offset)
-        return Reader(Follow(self._transport, self._program, offsets, lossy=lossy), self._stream)
+        return Reader(self._process, self._process.follow(offsets, lossy=lossy), self._stream)
 
     def located(self, offset: int = 0) -> tuple[int, bytes]:
         """The offset and the bytes of what is kept now from `offset` on, or from later where that is not kept."""
-        retry = Retry(self._transport)
-        path = f"{self._program}/output{codec.query(raw=self._stream, offset=offset or None)}"
+        transport = self._process._client.transport
+        retry = Retry(transport)
+        path = f"{self._process._path}/output{codec.query(raw=self._stream, offset=offset or None)}"
         while True:
             try:
-                answer = self._transport.open("GET", path, accept=codec.OCTETS)
+                answer = transport.open("GET", path, accept=codec.OCTETS)
                 try:
                     at = answer.head.headers.get(b"x-dsec-offset", b"")
                     return int(at) if at.isdigit() else offset, answer.read()
@@ -261,4 +277,4 @@ class Output:
             except Broken as error:
                 retry.after(error)
             except Garbage as error:
-                raise self._transport.garbage(error) from error
+                raise transport.garbage(error) from error

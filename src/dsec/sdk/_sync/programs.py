@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
+from weakref import WeakSet
 
 import msgspec
 
+from dsec.model import limits
 from dsec.model.errors import (
     Conflict,
     DeadlineExceeded,
@@ -31,6 +33,7 @@ from dsec.sdk._sync.transport import Transport
 from dsec.sdk._sync.writer import Left, Writer
 from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.keywords import explained
+from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.attach import Attachment
@@ -61,6 +64,7 @@ class Input:
 
     def __init__(self, transport: Transport, program: str, offset: int | None, writer: Writer) -> None:
         self._transport = transport
+        self._program = program
         self._path = f"{program}/stdin"
         self._writer = writer
         # Where what is pending begins; None: not known before the server was asked.
@@ -91,12 +95,12 @@ class Input:
     def write(self, data: str | bytes | bytearray | memoryview) -> None:
         """Give the program all of `data`: returns once it is taken, which waits while the program reads nothing.
 
-        InvalidState: nobody reads it any more.
+        InputClosed (a BrokenPipeError): nobody reads it any more.
         """
         view = memoryview(programs.input_bytes(data))
         with self._writer.lock:
             if self._closed:
-                raise InvalidState("this input was closed")
+                raise programs.closed_here(self._program)
             self._come()
             self._flush()
             for start in range(0, len(view), programs.INPUT_BYTES):
@@ -138,7 +142,7 @@ class Input:
             taken = state.size - self._offset
             if state.closed and taken < len(self._pending):
                 self._pending = b""
-                raise InvalidState("nobody reads this input any more", detail={"size": state.size})
+                raise programs.nobody_reads(self._program, state.size)
             if (taken > len(self._pending) and not state.closed) or taken < 0:
                 self._pending, self._offset = b"", state.size
                 raise programs.another_wrote(state.size)
@@ -172,14 +176,28 @@ class Process:
     its id.
     """
 
-    def __init__(self, client: Client, sandbox_id: str, program_id: str, *, input_offset: int | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        sandbox_id: str,
+        program_id: str,
+        *,
+        input_offset: int | None = None,
+        spec: SpawnSpec | None = None,
+    ) -> None:
         self._client = client
         self._sandbox_id = sandbox_id
         self._id = program_id
         self._path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/processes/{codec.quote(program_id)}"
         self._input_offset = input_offset
         self._writer = Writer()
+        # What is known of how it was started; None: nothing before it is asked.
+        self._tty = None if spec is None else spec.tty is not None
+        self._spool_bytes = None if spec is None else spec.spool_bytes
         self._waited = (0, 0)  # where `wait_for` goes on in each stream
+        self._found: Line | None = None  # the last line that it returned
+        # Those that were made here and are still held: one that is not read on holds the program back.
+        self._readers: WeakSet[Follow] = WeakSet()
 
     @property
     def id(self) -> str:
@@ -200,12 +218,12 @@ class Process:
     @cached_property
     def stdout(self) -> Output:
         """Its standard output; of a program with a terminal all of its output."""
-        return Output(self._client.transport, self._path, 1)
+        return Output(self, 1)
 
     @cached_property
     def stderr(self) -> Output:
-        """Its standard error; empty for a program with a terminal."""
-        return Output(self._client.transport, self._path, 2)
+        """Its standard error; empty for a program with a terminal, which has one output."""
+        return Output(self, 2)
 
     def output(self, offset: int = 0, *, stream: int | str = 1) -> bytes:
         """What is kept of stdout (`stream=2` or "stderr": of stderr) now, from an offset on, without waiting for more.
@@ -213,7 +231,7 @@ class Process:
         InvalidSpec: there is no such stream.
         """
         which = self.stdout if programs.stream_number(stream) == 1 else self.stderr
-        return (which.located(offset))[1]
+        return (which.located(programs.one_offset(offset)))[1]
 
     def follow(
         self,
@@ -228,7 +246,10 @@ class Process:
         `wait=False`: only what is kept now. A slow reader holds the program back; with `lossy` it misses bytes instead.
         `on_broken(True)`: the connection is lost and is being made again; `on_broken(False)`: it is there.
         """
-        return Follow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
+        offsets = programs.pair(offsets)
+        made = Follow(self._client.transport, self._path, offsets, wait=wait, lossy=lossy, on_broken=on_broken)
+        self._readers.add(made)
+        return made
 
     def lines(self, offsets: tuple[int, int] = (0, 0), *, lossy: bool = False) -> Lines:
         """Both streams by whole lines as they come: an iterator of `Line`, a str with `stream`, `data` and `ending`.
@@ -245,14 +266,14 @@ class Process:
 
         The next call with this handle goes on behind that line in its stream; what had come before is looked at, too.
         ProgramEnded: it ended without such a line; DeadlineExceeded after `timeout_s`: it goes on. Both show the last
-        output. A prompt without a newline is no line: `attach` is for those.
+        output. A prompt without a newline is no line: `attach` is for those. InvalidSpec: a text with a newline.
         """
         from dsec.sdk._sync.lines import wait_for  # few need it, and what it needs
 
-        found = wait_for(self, pattern, timeout_s, self._waited)
+        found = wait_for(self, pattern, timeout_s, self._waited, self._found)
         first, second = self._waited
         ends = (max(first, found.end), second) if found.stream == 1 else (first, max(second, found.end))
-        self._waited = ends
+        self._waited, self._found = ends, found
         return found
 
     def attach(
@@ -265,16 +286,23 @@ class Process:
         """As `follow`, and its input, its terminal's size and signals for it over the same connection."""
         from dsec.sdk._sync.attach import Attachment  # few need it, and what it needs
 
-        return Attachment(
+        offsets = programs.pair(offsets)
+        made = Attachment(
             self._client.transport, self._path, offsets, writer=self._writer, lossy=lossy, on_broken=on_broken
         )
+        self._readers.add(made)
+        return made
 
     def info(self) -> Program:
         """What its node knows of it now; its result, once it has ended."""
         return self._client.transport.call("GET", self._path, Program)
 
     def wait(self, timeout_s: float | None = None) -> RunResult:
-        """How it ended, once it has. DeadlineExceeded after `timeout_s`: the program goes on. Nothing is killed."""
+        """How it ended, once it has. DeadlineExceeded after `timeout_s`: the program goes on. Nothing is killed.
+
+        Where a reader of this handle, which is not read on, holds the program back, the error says so.
+        """
+        seconds(timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = _WAIT_S if end is None else min(max(end - time.monotonic(), 0.0), _WAIT_S)
@@ -285,15 +313,42 @@ class Process:
             if program.state == "ended":
                 raise Conflict(f"{self._id} has ended, and its result is not known", detail={"id": self._id})
             if end is not None and time.monotonic() >= end:
-                raise DeadlineExceeded(f"{self._id} has not ended after {timeout_s:g} s; it goes on")
+                text = f"{self._id} has not ended after {timeout_s:g} s; {self._held() or 'it goes on'}"
+                raise DeadlineExceeded(text)
+
+    def _held(self) -> str:
+        """What to say of a reader of this handle that is so far behind that it holds the program back."""
+        kept = limits.SPOOL_BYTES if self._spool_bytes is None else max(self._spool_bytes, limits.MIB)
+        for reader in list(self._readers):
+            for stream, at in reader.standing().items():
+                try:
+                    # Of what is that far ahead there is something only when the reader is left behind.
+                    _, ahead = Output(self, stream).located(at + kept)
+                except DsecError:
+                    return ""
+                if ahead:
+                    holds = "may hold it back" if self._spool_bytes is None else "holds it back"
+                    return (
+                        f"a reader of this handle (an iterator of its output, lines(), follow() or attach()) {holds}: "
+                        f"it stands at byte {at} of stream {stream}, more than {kept} bytes behind and not read on; "
+                        "read it to its end, close() it, or make it with lossy=True"
+                    )
+        return ""
+
+    def one_stream(self) -> bool:
+        """Whether it has a terminal, and so one output, its stdout."""
+        if self._tty is None:
+            self._tty = (self.info()).tty
+        return self._tty
 
     def resize(self, rows: int, cols: int) -> None:
         """Give its terminal another size; it gets SIGWINCH."""
         body = codec.encode(programs.size(rows, cols))
         self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
 
-    def signal(self, number: int) -> None:
-        """Send a signal, `signal.SIGTERM` or another number, to the program itself. InvalidSpec: it is none.
+    def signal(self, number: int | str) -> None:
+        """Send a signal, `signal.SIGTERM`, another number or a name ("TERM"), to the program itself: of a shell's text
+        to the shell, not to what it has started, which `kill` ends, too. InvalidSpec: it is none.
 
         After its end nothing happens, also to what it has left behind: `kill` ends that.
         """
@@ -342,7 +397,7 @@ def spawn(client: Client, sandbox_id: str, spec: SpawnSpec, key: str | None) -> 
     except BaseException as error:  # the caller's: KeyboardInterrupt, a cancelled task
         finish(_undo(client, sandbox_id, body, key, error), client.transport.timing.kill_s)
         raise
-    return Process(client, sandbox_id, program.id, input_offset=offset)
+    return Process(client, sandbox_id, program.id, input_offset=offset, spec=spec)
 
 
 def _started(client: Client, sandbox_id: str, body: bytes, key: str) -> Program:

@@ -18,7 +18,7 @@ from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._sync.net import entered
 from dsec.sdk._sync.run import Run
-from dsec.sdk.keywords import Made, explained
+from dsec.sdk.keywords import Made, asked, explained
 
 if TYPE_CHECKING:
     from dsec.model.ports import Exposed
@@ -171,6 +171,7 @@ class Sandbox(metaclass=Made):
         )
         return spawn(self._client, self._id, spec, key)
 
+    @asked
     def process(self, process_id: str) -> Process:
         """The handle on a program by its id; nothing is asked before it is used."""
         from dsec.sdk._sync.programs import Process  # as for files
