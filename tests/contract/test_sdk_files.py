@@ -28,8 +28,9 @@ def test_what_is_written_is_read(sbx: dsec.Sandbox) -> None:
     assert entry.atomic
     assert sbx.files.read("/srv/task/data.bin") == b"\0binary\xff"
     assert sbx.files.read("/srv/task/data.bin", offset=1, length=6) == b"binary"
-    with pytest.raises(UnicodeDecodeError):
+    with pytest.raises(UnicodeDecodeError, match=r"in '/srv/task/data\.bin'; read\(path\) gives its bytes"):
         sbx.files.read_text("/srv/task/data.bin")
+    assert sbx.files.read_text("/srv/task/data.bin", errors="replace") == "\0binary\ufffd"
     assert sbx.files.write("/srv/empty", "").size == 0
     assert sbx.files.read("/srv/empty") == b""
     assert sbx.files.append("/srv/log", "a\n").size == 2

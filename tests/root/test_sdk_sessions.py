@@ -443,6 +443,15 @@ def test_a_command_that_was_begun_when_all_died_is_not_known(home: Home, sbx: ds
 def test_what_cannot_be_a_session_is_refused(sbx: dsec.Sandbox) -> None:
     with pytest.raises(dsec.ProgramNotStarted):
         sbx.session(shell="/none/such")
+    with pytest.raises(dsec.ProgramNotStarted, match=r"a name for the session itself is key="):
+        sbx.session(shell="mine")
+    with sbx.session(shell="sh") as by_name:
+        assert by_name.run("X=1; echo $0 $X").stdout.endswith("sh 1\n")
+    none = sbx.session(shell="/bin/true")
+    with pytest.raises(
+        dsec.InvalidState, match=r"its shell, /bin/true, ended with 0 before any command: is it a shell\?"
+    ):
+        none.run("echo")
     with pytest.raises(dsec.ProgramNotStarted):
         sbx.session(cwd="/none/such")
     with sbx.session() as sh, pytest.raises(dsec.InvalidSpec):

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from deepagents.backends.protocol import ExecuteResponse, FileDownloadResponse, FileUploadResponse
-from deepagents.backends.sandbox import BaseSandbox
-
 import dsec
+from dsec.adapters import missing
+
+try:
+    from deepagents.backends.protocol import ExecuteResponse, FileDownloadResponse, FileUploadResponse
+    from deepagents.backends.sandbox import BaseSandbox
+except ModuleNotFoundError as error:
+    raise missing(error, "deepagents") from error
 
 __all__ = ["DsecSandbox"]
 

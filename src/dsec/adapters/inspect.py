@@ -16,20 +16,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, Self, overload
 
-import yaml
-from inspect_ai.util import (
-    ExecResult,
-    OutputLimitExceededError,
-    SandboxConnection,
-    SandboxEnvironment,
-    SandboxEnvironmentConfigType,
-    SandboxEnvironmentLimits,
-    SandboxUnavailableError,
-    sandboxenv,
-)
-from pydantic import BaseModel, ConfigDict, model_validator
-
 import dsec
+from dsec.adapters import missing
+
+try:
+    import yaml
+    from inspect_ai.util import (
+        ExecResult,
+        OutputLimitExceededError,
+        SandboxConnection,
+        SandboxEnvironment,
+        SandboxEnvironmentConfigType,
+        SandboxEnvironmentLimits,
+        SandboxUnavailableError,
+        sandboxenv,
+    )
+    from pydantic import BaseModel, ConfigDict, model_validator
+except ModuleNotFoundError as error:
+    raise missing(error, "inspect") from error
 
 __all__ = ["DsecSandboxConfig", "DsecSandboxEnvironment"]
 

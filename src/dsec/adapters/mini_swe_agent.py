@@ -13,9 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
-from minisweagent.exceptions import Submitted
-
 import dsec
+from dsec.adapters import missing
+
+try:
+    from minisweagent.exceptions import Submitted
+except ModuleNotFoundError as error:
+    raise missing(error, "mini-swe-agent") from error
 
 __all__ = ["DsecEnvironment", "DsecEnvironmentConfig"]
 

@@ -14,7 +14,7 @@ from dsec.model.errors import InvalidSpec
 
 T = TypeVar("T")
 
-USER = 'a str: a name, or a number as "1000", or "1000:1000"'
+USER = 'a name, or a number as 1000, or "1000:1000"'
 _KINDS = {
     str: "a str",
     int: "a whole number",
@@ -45,12 +45,16 @@ def convert(fields: Mapping[str, Any], to: type[T]) -> T:
     try:
         return msgspec.convert(dict(fields), to, strict=True)
     except msgspec.ValidationError as error:
-        plain = {
-            name: os.fsdecode(value) if isinstance(value, os.PathLike) else value for name, value in fields.items()
-        }
-        if plain != fields:  # paths are looked for only where they are in the way
+        plain = {name: _plain(name, value) for name, value in fields.items()}
+        if plain != fields:  # paths and numbers of users are looked for only where they are in the way
             return convert(plain, to)
         raise _told(invalid(error, to), fields, to) from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    return str(value) if name == "user" and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def invalid(error: msgspec.ValidationError, to: Any) -> InvalidSpec:

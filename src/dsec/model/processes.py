@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal, Self
 
@@ -11,6 +12,8 @@ from dsec.model import limits
 from dsec.model.errors import InvalidSpec
 from dsec.model.specs import RunSpec, check_env, check_path, check_user, os_bytes
 from dsec.model.states import RunResult
+
+_SHELL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}\Z")
 
 ProgramKind = Literal["run", "spawn", "session", "command"]
 ProgramState = Literal["starting", "running", "ended"]
@@ -73,7 +76,10 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A shell that lives on between commands. `shell`: its path inside; None: bash where it is there, else sh."""
+    """A shell that lives on between commands.
+
+    `shell`: its path inside, or a name in its PATH; None: bash where it is there, else sh.
+    """
 
     shell: str | None = None
     cwd: str | None = None
@@ -84,12 +90,15 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def check(self) -> Self:
         """The SessionSpec itself when every field is allowed. Raises InvalidSpec naming the first that is not."""
         check_env(self.env)
-        if self.shell is not None and not self.shell.startswith("/"):
-            allowed = "its shell's path inside, as /bin/bash (a name for the session itself is key=)"
+        if self.shell is not None and "/" in self.shell:
+            check_path("shell", self.shell)
+        elif self.shell is not None and not _SHELL.match(self.shell):
+            allowed = (
+                "its shell's path inside, as /bin/bash, or its name, as bash (a name for the session itself is key=)"
+            )
             raise InvalidSpec.field("shell", self.shell, allowed)
-        for field, path in (("shell", self.shell), ("cwd", self.cwd)):
-            if path is not None:
-                check_path(field, path)
+        if self.cwd is not None:
+            check_path("cwd", self.cwd)
         if self.user is not None:
             check_user(self.user)
         return self

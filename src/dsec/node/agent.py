@@ -344,7 +344,7 @@ class Node:
         if flight is None:
             step = self.core.steps.by_subject(box.id, process_id)
             if step is None:
-                raise NotFound(f"sandbox {box.id} has no process {process_id!r}", sandbox_id=box.id)
+                raise NotFound(f"sandbox {box.id} has no program {process_id!r}", sandbox_id=box.id)
             if signal is None and step.kind in TALKED_TO:  # what a run leaves behind is its sandbox's
                 await self.programs.kill_left(box, process_id)
             return

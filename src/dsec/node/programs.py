@@ -268,7 +268,7 @@ def another_wrote(offset: int, size: int, sandbox_id: str | None = None) -> Conf
     """The error for a piece whose place another has taken."""
     return Conflict(
         f"another writer has written to this input: it is at {size}, this piece belongs at {offset}, and nothing of it "
-        "was given now; ask where the input is (`locate()`), then write again",
+        "was given now; ask where the input is (`process.stdin.locate()`), then write again",
         detail={"input_size": size, "offset": offset},
         sandbox_id=sandbox_id,
     )

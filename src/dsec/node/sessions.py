@@ -466,6 +466,8 @@ class Sessions:
             after = f" after its timeout of {given.timeout_s:g} s" if given.timeout_s and cause == "timeout" else ""
             how = f": its last command was stopped{after}, and its shell did not come back"
             detail["cause"] = cause
+        elif session.exit_code is not None and not session.commands:
+            how = f": its shell, {session.shell}, ended with {session.exit_code} before any command: is it a shell?"
         way = "start another, under another key if it has one"
         return InvalidState(f"session {session.id} has ended{how}; {way}", detail=detail)
 

@@ -40,6 +40,7 @@ class File:
     def __enter__(self) -> Self:
         if self._path.is_dir():
             raise IsADirectoryError(f"{self._path} is a directory; name the file to be made")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # Nothing of its own name: with that it could be longer than a name may be.
         self._temp = self._path.with_name(PART_PREFIX + secrets.token_hex(8))
         try:

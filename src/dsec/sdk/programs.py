@@ -8,13 +8,13 @@ from typing import Final
 import msgspec
 
 from dsec.model import limits
-from dsec.model.convert import USER, check_pair
+from dsec.model.convert import check_pair
 from dsec.model.errors import Conflict, InputClosed, InvalidSpec, InvalidState
 from dsec.model.processes import CommandSpec, InputState, Process, Program, Session, SessionSpec, SpawnSpec, Terminal
 from dsec.model.specs import os_bytes
 from dsec.model.states import RunResult
 from dsec.sdk.codec import ErrorBody
-from dsec.sdk.values import Command, Path, escaped, make_run, remote, variables
+from dsec.sdk.values import Command, Path, User, escaped, make_run, remote, user_text, variables
 
 # In the SDK the handles are called Process and Session; what a node says of one is its info.
 ProcessInfo = Process
@@ -71,7 +71,7 @@ def make_spawn(
     *,
     cwd: Path | None,
     env: Mapping[str, str] | None,
-    user: str | None,
+    user: User | None,
     stdin: bool,
     tty: TerminalSize,
     keepalive: bool,
@@ -90,7 +90,7 @@ def make_spawn(
         argv=run.argv,
         cwd=run.cwd,
         env=run.env,
-        user=user,
+        user=run.user,
         timeout_s=timeout_s,
         stdin=stdin,
         tty=_terminal(tty),
@@ -116,20 +116,19 @@ def make_command(command: Command, *, stdin: str | bytes | None, timeout_s: floa
 
 
 def make_session(
-    *, shell: Path | None, cwd: Path | None, env: Mapping[str, str] | None, user: str | None, keepalive: bool
+    *, shell: Path | None, cwd: Path | None, env: Mapping[str, str] | None, user: User | None, keepalive: bool
 ) -> SessionSpec:
     """The checked SessionSpec of a call. Raises InvalidSpec naming the argument that is wrong."""
-    shell, cwd, given = remote(shell), remote(cwd), variables(env)
+    shell, cwd, given, who = remote(shell), remote(cwd), variables(env), user_text(user)
     for name, item in given.items():
         check_pair("env", name, item)
     for name, value, allowed in (
         ("shell", shell, "a str or a path"),
         ("cwd", cwd, "a str or a path"),
-        ("user", user, USER),
     ):
         if value is not None and not isinstance(value, str):
             raise InvalidSpec.field(name, value, allowed)
-    return SessionSpec(shell=shell, cwd=cwd, env=given, user=user, keepalive=keepalive).check()
+    return SessionSpec(shell=shell, cwd=cwd, env=given, user=who, keepalive=keepalive).check()
 
 
 def _terminal(tty: TerminalSize) -> Terminal | None:

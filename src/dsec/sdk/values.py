@@ -14,6 +14,7 @@ from dsec.model.states import RunResult, State
 from dsec.sdk.keywords import WrongArgument
 
 Path = str | os.PathLike[str]
+User = str | int
 Command = str | Sequence[str | bytes | os.PathLike[str]]
 OnOutput = Callable[[int, bytes], Any]
 States = State | Sequence[State] | Literal["any"]
@@ -45,7 +46,7 @@ class ManyFields(TypedDict, total=False):
     qos: Literal["best_effort", "latency"]
     env: Mapping[str, str]
     cwd: Path | None
-    user: str | None
+    user: User | None
     hostname: str | None
     no_new_privs: bool
     job: str | None
@@ -110,7 +111,7 @@ def make_run(
     *,
     cwd: Path | None,
     env: Mapping[str, str] | None,
-    user: str | None,
+    user: User | None,
     stdin: str | bytes | bytearray | memoryview | None,
     timeout_s: float | None,
 ) -> RunSpec:
@@ -118,8 +119,8 @@ def make_run(
     shell, argv = _arguments(command)
     if stdin is not None and not isinstance(stdin, bytes):
         stdin = os_bytes("stdin", stdin) if isinstance(stdin, str) else _bytes(stdin)
-    where, env = remote(cwd), variables(env)
-    spec = RunSpec(command=shell, argv=argv, cwd=where, env=env, user=user, stdin=stdin, timeout_s=timeout_s)
+    where, env, who = remote(cwd), variables(env), user_text(user)
+    spec = RunSpec(command=shell, argv=argv, cwd=where, env=env, user=who, stdin=stdin, timeout_s=timeout_s)
     _check_types(spec)
     return spec.check()
 
@@ -127,6 +128,15 @@ def make_run(
 def remote(path: Path | None) -> str | None:
     """A path of the sandbox as text; what is no path stays as it is, and is refused by who looks at it."""
     return os.fsdecode(path) if isinstance(path, os.PathLike) else path
+
+
+def user_text(user: User | None) -> str | None:
+    """A user, of a name or a number. Raises InvalidSpec for what is neither."""
+    if isinstance(user, int) and not isinstance(user, bool):
+        return str(user)
+    if user is not None and not isinstance(user, str):
+        raise InvalidSpec.field("user", user, USER)
+    return user
 
 
 def path_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
@@ -160,11 +170,10 @@ def _check_types(spec: RunSpec) -> None:
     # A struct built by keyword is not validated by msgspec, and a caller without mypy finds out here.
     wrong = {
         "cwd": spec.cwd is not None and not isinstance(spec.cwd, str),
-        "user": spec.user is not None and not isinstance(spec.user, str),
         "timeout_s": spec.timeout_s is not None
         and (isinstance(spec.timeout_s, bool) or not isinstance(spec.timeout_s, int | float)),
     }
-    allowed = {"cwd": "a str or a path", "user": USER, "timeout_s": "a number of seconds"}
+    allowed = {"cwd": "a str or a path", "timeout_s": "a number of seconds"}
     for name, value in spec.env.items():
         check_pair("env", name, value)
     for name, bad in wrong.items():

@@ -52,7 +52,8 @@ def test_a_wrong_field_says_what_could_be_meant(
         ({"toolkits": "x@1"}, "toolkits", "allowed: a list of str"),
         ({"base": 5}, "base", "base=5 is not allowed; allowed: a str or None"),
         ({"no_new_privs": "y"}, "no_new_privs", "allowed: True or False"),
-        ({"user": 1000}, "user", 'user=1000 is not allowed; allowed: a str: a name, or a number as "1000"'),
+        ({"user": True}, "user", 'user=True is not allowed; allowed: a name, or a number as 1000, or "1000:1000"'),
+        ({"user": -1}, "user", "user='-1' is not allowed; allowed: name, uid, name:group or uid:gid"),
         ({"network": ["pypi"]}, "network", 'network is of the type list; allowed: a dict ({"pypi": True}); by default'),
         (
             {"network": {"pypi": True, 5: True}},

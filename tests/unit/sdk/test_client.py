@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,6 +348,8 @@ def test_layers_node_and_jobs(kit: Kit, serve: Serve) -> None:
         client = kit.client(server.url)
         made = await get(client.layers.import_("dir:/x", "tools@1", role="toolkit", on_progress=said.append))
         assert made.names == ("tools@1",)
+        for path in ("/x/root", "/x/root.tar", "/x.tar/root.tar.gz", "/x/root.tgz", "/x.tar/root"):
+            await get(client.layers.import_(Path(path), "tools@1", user=1000, cwd=Path("/srv")))
         assert len(await get(client.layers.list())) == 1
         await get(client.layers.get("tools@1"))
         await get(client.layers.remove("a/b:1"))
@@ -356,6 +359,9 @@ def test_layers_node_and_jobs(kit: Kit, serve: Serve) -> None:
     kit.run(body())
     assert said == ["packing"]
     assert server.requests[0].value() == {"source": "dir:/x", "name": "tools@1", "role": "toolkit", "env": {}}
+    paths, server.requests[1:6] = [request.value() for request in server.requests[1:6]], []
+    assert [value["source"].partition(":")[0] for value in paths] == ["dir", "tar", "tar", "tar", "dir"]
+    assert all((value["user"], value["cwd"]) == ("1000", "/srv") for value in paths)
     assert [r.path for r in server.requests[2:4]] == ["/v1/layers/tools%401", "/v1/layers/a%2Fb%3A1"]
 
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -122,7 +123,7 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: dsec.Session(s._client, s.id, "p-1").run("ls", cwd="/"), "cwd", "`cd` in a session"),
         (lambda s: dsec.Session(s._client, s.id, "p-1").run("ls", workdir="/"), "workdir", "`cd` in a session"),
         (lambda s: s.session(timeout=3), "timeout", "an argument of each run"),
-        (lambda s: s.session("bash"), "shell", "as /bin/bash (a name for the session itself is key=)"),
+        (lambda s: s.session("my shell"), "shell", "or its name, as bash (a name for the session itself is key=)"),
         (lambda s: s.session(name="a"), "name", "did you mean key?"),
         (lambda s: s.session(id="a"), "id", "did you mean key?"),
         (lambda s: s.run("ls", stream=True), "stream", "on_output= gets it as it comes; that of spawn(...)"),
@@ -130,8 +131,14 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: s.spawn("ls", stdout=1), "stdout", "iterate .stdout or .stderr of the process"),
         (lambda s: s.files.write("/f", "", mode="0755"), "mode", "a number, as 0o755"),
         (lambda s: s.files.chmod("/f", "755"), "mode", "a number, as 0o755"),
-        (lambda s: s.files.write("/f", {"a": 1}), "data", "str or bytes"),
-        (lambda s: s.files.write("/f", 5), "data", "str or bytes"),
+        (
+            lambda s: s.files.write("/f", {"a": "secret"}),
+            "data",
+            "of the type dict; allowed: str or bytes (json.dumps(",
+        ),
+        (lambda s: s.files.write("/f", io.BytesIO(b"secret")), "data", "(data.read(); upload(local, path) copies"),
+        (lambda s: s.files.write("/f", Path("/a")), "data", "upload(local, path) copies a file of this machine"),
+        (lambda s: s.files.append("/f", 5), "data", "of the type int; allowed: str or bytes"),
         (lambda s: s.process("p-1").signal("TREM"), "signal", 'such as signal.SIGTERM, or a name, as "SIGTERM"'),
         (lambda s: s.process("p-1").lines(1), "offsets", "where to begin in stdout and in stderr (both come"),
         (lambda s: s.process("p-1").lines("stdout"), "offsets", ".stdout iterates one"),
@@ -195,8 +202,13 @@ def test_an_attribute_that_is_not_there_says_how_ours_is_called(
         (lambda s: s.session(env=["A=secret"]), "env", "env is of the type list"),
         (lambda s: s._client.create(env={"A": b"secret"}), "env", "the value of 'A' is of the type bytes"),
         (lambda s: s._client.create(env=["A=secret"]), "env", "env is of the type list"),
-        (lambda s: s.run("ls", user=1000), "user", 'or a number as "1000"'),
-        (lambda s: s.session(user=1000), "user", 'or a number as "1000"'),
+        (lambda s: s.run("ls", user=1.5), "user", "or a number as 1000"),
+        (lambda s: s.spawn("ls", user=True), "user", "or a number as 1000"),
+        (lambda s: s.session(user=[1000]), "user", "or a number as 1000"),
+        (lambda s: s.files.read("/f", user=True), "user", "or a number as 1000"),
+        (lambda s: s._client.create(user=True), "user", "or a number as 1000"),
+        (lambda s: s._client.layers.import_("dir:/a", "a", user=1.5), "user", "or a number as 1000"),
+        (lambda s: s._client.layers.import_(5, "a"), "source", "or a path of the node"),
         (lambda s: s.run("ls", cwd=b"/tmp"), "cwd", "a str or a path"),
         (lambda s: s.process(12), "process_id", "spawn(...).id (a pid inside is another number)"),
         (lambda s: s.get_session(12), "session_id", "an id, which is a str, as session(...).id"),

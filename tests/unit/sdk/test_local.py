@@ -247,11 +247,20 @@ def test_many_pieces_and_many_files(tmp_path: Path) -> None:
     assert len(list((tmp_path / "t").iterdir())) == 200
 
 
-def test_a_file_whose_directory_is_not_there_says_which(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught, local.File(tmp_path / "no" / "f", None):
-        pass
-    assert caught.value.filename == str(tmp_path / "no")
-    assert local.PART_PREFIX not in str(caught.value)
+def test_directories_above_a_file_are_made(tmp_path: Path) -> None:
+    with local.File(tmp_path / "a" / "b" / "f", None) as file:
+        file.write(b"x")
+        file.done()
+    assert (tmp_path / "a" / "b" / "f").read_bytes() == b"x"
+
+
+def test_a_directory_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "no").touch()
+    for parent in (tmp_path / "no", Path("/proc")):
+        with pytest.raises(OSError) as caught, local.File(parent / "f", None):
+            pass
+        assert caught.value.filename == str(parent)
+        assert local.PART_PREFIX not in str(caught.value)
 
 
 def holes(name: str, size: int | str, pieces: list[tuple[int, int]], data: bytes, *, pax_size: bool = False) -> bytes:

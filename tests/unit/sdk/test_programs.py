@@ -493,6 +493,32 @@ def test_a_cancelled_command_of_a_session_is_killed_and_the_session_stays(kit: K
     assert seen == ["POST /sessions", "POST /sessions/ses-1/run?stream=1", "POST /processes/p-9/kill"]
 
 
+def test_a_user_is_a_name_or_a_number_everywhere(kit: Kit, serve: Serve) -> None:
+    server = serve(lambda request, wire: wire.error("internal", "that is all", 500))
+
+    async def body() -> None:
+        sbx = kit.sandbox(server.url)
+        client = sbx._client
+        for call in (
+            lambda user: sbx.run("x", user=user),
+            lambda user: sbx.spawn("x", user=user),
+            lambda user: sbx.session(user=user),
+            lambda user: client.create(user=user),
+            lambda user: client.create(dsec.Spec(user=user)),
+            lambda user: client.layers.import_("dir:/a", "a@1", user=user),
+        ):
+            for user in (1000, "1000", "nobody"):
+                with pytest.raises(dsec.DsecError, match="that is all"):
+                    await get(call(user))
+                assert server.requests[-1].value()["user"] == str(user)
+        for user in (1000, "1000", "nobody"):
+            with pytest.raises(dsec.DsecError, match="that is all"):
+                await get(sbx.files.read("/f", user=user))
+            assert server.requests[-1].path.endswith(f"&user={user}")
+
+    kit.run(body())
+
+
 def test_a_terminal_has_one_output(kit: Kit, serve: Serve) -> None:
     """Without a word to the stream, which would go on to the program's end."""
     server = serve(ScriptedProgram(tty=True))

@@ -8,6 +8,11 @@ or, for a program that has the framework, beside it: `python -m dsec.adapters.sw
 
 from __future__ import annotations
 
-from dsec.adapters.swe_rex.server import TOKEN_ENV, app, serve
+from dsec.adapters import missing
+
+try:
+    from dsec.adapters.swe_rex.server import TOKEN_ENV, app, serve
+except ModuleNotFoundError as error:
+    raise missing(error, "swe-rex") from error
 
 __all__ = ["TOKEN_ENV", "app", "serve"]

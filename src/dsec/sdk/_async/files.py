@@ -18,8 +18,8 @@ from dsec.sdk._async.closing import AsyncClosing
 from dsec.sdk._async.transport import AsyncItems, AsyncRetry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
+from dsec.sdk.values import User, seconds, user_text
 from dsec.sdk.values import path_bytes as _path
-from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
@@ -49,13 +49,13 @@ class AsyncFiles:
         self._path = f"{path}/files"
 
     async def read(
-        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
+        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: User | None = None
     ) -> bytes:
         """The bytes of a regular file: all of them, or at most `length` from `offset` on.
 
         InvalidSpec when these are more than 256 MiB: `download` takes any size.
         """
-        query = codec.query(path=_path(path), offset=offset or None, length=length, user=user)
+        query = _query(path=_path(path), offset=offset or None, length=length, user=user)
         retry = AsyncRetry(self._transport)
         while True:
             try:
@@ -70,10 +70,16 @@ class AsyncFiles:
                 raise self._transport.garbage(error) from error
 
     async def read_text(
-        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
+        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: User | None = None
     ) -> str:
         """The text of a file. UnicodeDecodeError: it is none; with `errors="replace"` as well as it goes."""
-        return (await self.read(path, user=user)).decode(encoding, errors)
+        data = await self.read(path, user=user)
+        try:
+            return data.decode(encoding, errors)
+        except UnicodeDecodeError as error:
+            shown = os.fsdecode(_path(path))
+            error.reason += f' in {shown!r}; read(path) gives its bytes, errors="replace" as much text as there is'
+            raise
 
     async def write(
         self,
@@ -83,7 +89,7 @@ class AsyncFiles:
         mode: int | None = None,
         parents: bool = True,
         exclusive: bool = False,
-        user: str | None = None,
+        user: User | None = None,
     ) -> Written:
         """Write a whole file: it is there with all of `data` when this returns, or as it was before when this raises.
 
@@ -92,7 +98,7 @@ class AsyncFiles:
         one in a directory that the user may not write to) it is overwritten in its place: then `atomic` of the answer
         is False, and a failure on the way says so in `detail["partial"]`.
         """
-        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
+        query = _query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
         key = new_key() if exclusive else None
         return (await self._transport.upload("PUT", self._path + query, Written, _bytes(data), key=key)).exact()
 
@@ -103,19 +109,19 @@ class AsyncFiles:
         *,
         mode: int | None = None,
         parents: bool = True,
-        user: str | None = None,
+        user: User | None = None,
     ) -> Entry:
         """Add to the end of a file, once, and make it if it is not there."""
-        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, user=user)
+        query = _query(path=_path(path), mode=_octal(mode), parents=parents, user=user)
         body = _bytes(data)
         return (await self._transport.upload("POST", f"{self._path}:append{query}", Entry, body, key=new_key())).exact()
 
-    async def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> Entry:
+    async def stat(self, path: RemotePath, *, follow: bool = True, user: User | None = None) -> Entry:
         """One file of any type; with `follow=False` a symbolic link itself."""
-        query = codec.query(path=_path(path), follow=None if follow else 0, user=user)
+        query = _query(path=_path(path), follow=None if follow else 0, user=user)
         return (await self._transport.call("GET", f"{self._path}:stat{query}", Entry)).exact()
 
-    async def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+    async def exists(self, path: RemotePath, *, user: User | None = None) -> bool:
         """Whether something is there: not what a symbolic link to nowhere leads to, nor anything below a file."""
         try:
             await self.stat(path, user=user)
@@ -125,12 +131,12 @@ class AsyncFiles:
             raise
         return True
 
-    async def list(self, path: RemotePath = ".", *, user: str | None = None) -> list[Entry]:
+    async def list(self, path: RemotePath = ".", *, user: User | None = None) -> list[Entry]:
         """What is in a directory, in the byte order of the names."""
         entries: list[Entry] = []
         cursor: bytes | None = None
         while True:
-            query = codec.query(path=_path(path), cursor=cursor, user=user)
+            query = _query(path=_path(path), cursor=cursor, user=user)
             page = await self._transport.call("GET", f"{self._path}:list{query}", Listing)
             entries.extend(entry.exact() for entry in page.items)
             cursor = page.next_cursor
@@ -138,10 +144,10 @@ class AsyncFiles:
                 return entries
 
     async def mkdir(
-        self, path: RemotePath, *, parents: bool = False, mode: int | None = None, user: str | None = None
+        self, path: RemotePath, *, parents: bool = False, mode: int | None = None, user: User | None = None
     ) -> Entry:
         """Make a directory. With `parents` also those above it, and one that is there is fine; else FileExists."""
-        query = codec.query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
+        query = _query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
         try:
             return await self._change("mkdir", query)
         except FileNotFound as error:
@@ -149,21 +155,21 @@ class AsyncFiles:
                 error.message += "; the directory above it is not there: mkdir(path, parents=True) makes that, too"
             raise
 
-    async def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
+    async def remove(self, path: RemotePath, *, recursive: bool = False, user: User | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
-        query = codec.query(path=_path(path), recursive=recursive, user=user)
+        query = _query(path=_path(path), recursive=recursive, user=user)
         await self._transport.call("POST", f"{self._path}:remove{query}", _Nothing, key=new_key())
 
     async def move(
-        self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: str | None = None
+        self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: User | None = None
     ) -> Entry:
         """Give a file or directory another place. `replace`: also where something is (not a full directory)."""
-        query = codec.query(source=_path(source), target=_path(target), replace=replace, user=user)
+        query = _query(source=_path(source), target=_path(target), replace=replace, user=user)
         return await self._change("move", query)
 
-    async def chmod(self, path: RemotePath, mode: int, *, user: str | None = None) -> Entry:
+    async def chmod(self, path: RemotePath, mode: int, *, user: User | None = None) -> Entry:
         """Set the permission bits of a file, as `0o755`."""
-        return await self._change("chmod", codec.query(path=_path(path), mode=_octal(mode), user=user))
+        return await self._change("chmod", _query(path=_path(path), mode=_octal(mode), user=user))
 
     async def upload(
         self,
@@ -172,7 +178,7 @@ class AsyncFiles:
         *,
         replace: bool = True,
         on_progress: bodies.Progress | None = None,
-        user: str | None = None,
+        user: User | None = None,
     ) -> TreeReport:
         """Copy a local file, or a directory with all below it, into the sandbox; `target` is its new path there.
 
@@ -189,13 +195,13 @@ class AsyncFiles:
         if isinstance(body, bodies.LocalTree):
             if not replace:
                 await self._claim(where, body.mode, user)
-            query = codec.query(path=where, parents=True, user=user)
+            query = _query(path=where, parents=True, user=user)
             return await self._transport.upload("PUT", f"{self._path}:tree{query}", TreeReport, body)
-        query = codec.query(path=where, mode=_octal(body.mode), parents=True, exclusive=not replace, user=user)
+        query = _query(path=where, mode=_octal(body.mode), parents=True, exclusive=not replace, user=user)
         entry = await self._transport.upload("PUT", self._path + query, Entry, body, key=key)
         return TreeReport(entries=1, bytes=entry.size)
 
-    async def _claim(self, path: bytes, mode: int, user: str | None) -> None:
+    async def _claim(self, path: bytes, mode: int, user: User | None) -> None:
         """Make the directory, which is not there. Of several that do so at once one succeeds."""
         if above := path.rstrip(b"/").rpartition(b"/")[0]:
             await self.mkdir(above, parents=True, user=user)
@@ -207,13 +213,13 @@ class AsyncFiles:
         target: LocalPath,
         *,
         on_progress: bodies.Progress | None = None,
-        user: str | None = None,
+        user: User | None = None,
     ) -> TreeReport:
         """Copy a file, or a directory with all below it, out of the sandbox; `target` is its new path here.
 
-        A file is whole or not there. What a sandbox says is not trusted: nothing of a directory lands outside `target`,
-        no owner and no set-id bit is taken over, and what is no file, directory or link inside it is left out and said
-        so in the report.
+        A file is whole or not there. Above `target` directories are made. What a sandbox says is not trusted: nothing
+        of a directory lands outside `target`, no owner and no set-id bit is taken over, and what is no file, directory
+        or link inside it is left out and said so in the report.
         """
         here = _local("target", target, "a path of this machine; read(path) gives the bytes")
         entry = await self.stat(source, user=user)
@@ -229,18 +235,18 @@ class AsyncFiles:
             except Garbage as error:
                 raise self._transport.garbage(error) from error
 
-    def watch(self, path: RemotePath = ".", *, recursive: bool = True, user: str | None = None) -> AsyncWatch:
+    def watch(self, path: RemotePath = ".", *, recursive: bool = True, user: User | None = None) -> AsyncWatch:
         """Changes of a directory or file as they happen: a context manager to iterate.
 
         Entering it waits until nothing is missed. The iteration ends when what is watched is removed or moved.
         """
-        return AsyncWatch(self, codec.query(path=_path(path), recursive=recursive, user=user))
+        return AsyncWatch(self, _query(path=_path(path), recursive=recursive, user=user))
 
     async def _change(self, call: str, query: str) -> Entry:
         return (await self._transport.call("POST", f"{self._path}:{call}{query}", Entry, key=new_key())).exact()
 
-    async def _download_file(self, source: RemotePath, file: local.File, user: str | None) -> TreeReport:
-        query = codec.query(path=_path(source), user=user)
+    async def _download_file(self, source: RemotePath, file: local.File, user: User | None) -> TreeReport:
+        query = _query(path=_path(source), user=user)
         answer = await self._transport.open("GET", self._path + query, accept=codec.OCTETS)
         try:
             size = answer.head.headers.get(b"x-dsec-size", b"")
@@ -251,8 +257,8 @@ class AsyncFiles:
             answer.close()
         return file.done()
 
-    async def _download_tree(self, source: RemotePath, tree: local.Tree, user: str | None) -> TreeReport:
-        query = codec.query(path=_path(source), user=user)
+    async def _download_tree(self, source: RemotePath, tree: local.Tree, user: User | None) -> TreeReport:
+        query = _query(path=_path(source), user=user)
         items = await self._transport.stream("GET", f"{self._path}:tree{query}")
         try:
             while True:
@@ -372,6 +378,10 @@ def _local(field: str, path: object, allowed: str) -> Path:
     raise WrongArgument(f"{field} is of the type {type(path).__name__}; allowed: {allowed}", detail={"field": field})
 
 
+def _query(*, user: User | None, **fields: str | bytes | int | bool | None) -> str:
+    return codec.query(**fields, user=user_text(user))
+
+
 def _octal(mode: int | None) -> str | None:
     if mode is None:
         return None
@@ -384,5 +394,16 @@ def _bytes(data: str | bytes | bytearray | memoryview) -> bodies.Bytes:
     if isinstance(data, str):
         return bodies.Bytes(data.encode())
     if not isinstance(data, bytes | bytearray | memoryview):  # bytes(5) would be five zeros
-        raise InvalidSpec.field("data", type(data).__name__, "str or bytes")
+        # Its type: what is in it is not shown.
+        text = f"data is of the type {type(data).__name__}; allowed: str or bytes{_made_of(data)}"
+        raise WrongArgument(text, detail={"field": "data"})
     return bodies.Bytes(bytes(data))
+
+
+def _made_of(data: object) -> str:
+    """How what is no content becomes one."""
+    if isinstance(data, os.PathLike):
+        return " (upload(local, path) copies a file of this machine)"
+    if hasattr(data, "read"):
+        return " (data.read(); upload(local, path) copies a file of this machine)"
+    return " (json.dumps(data) makes text of it)" if isinstance(data, dict | list | tuple) else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
 
+from dsec.model.errors import InvalidSpec
 from dsec.model.ids import check_layer_ref, new_key
 from dsec.model.states import LayerInfo
 from dsec.sdk import codec, values
@@ -44,18 +46,21 @@ class AsyncLayers:
 
     async def import_(
         self,
-        source: str,
+        source: str | os.PathLike[str],
         name: str,
         *,
         role: Literal["base", "workspace", "toolkit"] = "base",
         env: Mapping[str, str] | None = None,
         cwd: values.Path | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         on_progress: Callable[[str], object] | None = None,
     ) -> LayerInfo:
-        """Make a layer of `dir:/path`, `tar:/path` (paths of the node) or `debootstrap:bookworm` and name it."""
-        body: dict[str, object] = {"source": source, "name": check_layer_ref(name, "name"), "role": role}
-        body |= {"env": values.variables(env), "cwd": values.remote(cwd), "user": user}
+        """Make a layer of `dir:/path`, `tar:/path` (paths of the node) or `debootstrap:bookworm` and name it.
+
+        A `pathlib` path of the node is a tar archive if its name says so, else a directory.
+        """
+        body: dict[str, object] = {"source": _source(source), "name": check_layer_ref(name, "name"), "role": role}
+        body |= {"env": values.variables(env), "cwd": values.remote(cwd), "user": values.user_text(user)}
         data = codec.encode({key: value for key, value in body.items() if value is not None})
         key = new_key()
         retry = AsyncRetry(self._transport)
@@ -82,6 +87,15 @@ async def _follow(items: AsyncItems, on_progress: Callable[[str], object] | None
         if item.layer is not None:
             await items.drain()
             return item.layer
+
+
+def _source(source: object) -> str:
+    if isinstance(source, str):
+        return source
+    if not isinstance(source, os.PathLike) or not isinstance(path := os.fspath(source), str):
+        raise InvalidSpec.field("source", source, "dir:/path, tar:/path or debootstrap:SUITE, or a path of the node")
+    kind = "tar" if path.endswith(".tgz") or ".tar" in os.path.basename(path) else "dir"  # noqa: PTH119 - of the node
+    return f"{kind}:{path}"
 
 
 def _quote(ref: str) -> str:

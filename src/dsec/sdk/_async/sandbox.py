@@ -74,7 +74,7 @@ class AsyncSandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         stdin: str | bytes | None = None,
         timeout_s: float | None = None,
         on_output: values.OnOutput | None = None,
@@ -137,7 +137,7 @@ class AsyncSandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         stdin: bool = True,
         tty: TerminalSize = False,
         keepalive: bool = True,
@@ -190,14 +190,14 @@ class AsyncSandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         keepalive: bool = True,
         key: str | None = None,
     ) -> AsyncSession:
         """Start a shell that lives on between commands: a context manager with `run`.
 
-        `shell`: its path inside; None: bash where it is there, else sh. `keepalive=False`: the sandbox is idle while no
-        command of it runs.
+        `shell`: its path inside, or a name in its PATH; None: bash where it is there, else sh. `keepalive=False`: the
+        sandbox is idle while no command of it runs.
         """
         from dsec.sdk import programs
         from dsec.sdk._async.sessions import start  # as for files

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from dsec.model.errors import DsecError, NotFound, SandboxLost
+from dsec.model.errors import DsecError, NotFound, ProgramNotStarted, SandboxLost
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import SessionSpec
 from dsec.model.states import RunResult
@@ -101,7 +101,12 @@ async def start(client: AsyncClient, sandbox_id: str, spec: SessionSpec, key: st
     """Start a session."""
     key = new_key() if key is None else check_key(key, "key")
     path = f"/v1/sandboxes/{codec.quote(sandbox_id)}/sessions"
-    made = await client.transport.call("POST", path, SessionInfo, body=codec.encode(spec), key=key)
+    try:
+        made = await client.transport.call("POST", path, SessionInfo, body=codec.encode(spec), key=key)
+    except ProgramNotStarted as error:
+        if spec.shell is not None and error.detail.get("field") == "command":
+            error.message += f"; shell={spec.shell!r} is a program inside (a name for the session itself is key=)"
+        raise
     return AsyncSession(client, sandbox_id, made.id)
 
 

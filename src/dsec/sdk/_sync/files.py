@@ -20,8 +20,8 @@ from dsec.sdk._sync.closing import Closing
 from dsec.sdk._sync.transport import Items, Retry
 from dsec.sdk.http1 import Broken, Garbage, Late
 from dsec.sdk.keywords import WrongArgument, explained
+from dsec.sdk.values import User, seconds, user_text
 from dsec.sdk.values import path_bytes as _path
-from dsec.sdk.values import seconds
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
@@ -50,12 +50,12 @@ class Files:
         self._transport = client.transport
         self._path = f"{path}/files"
 
-    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None) -> bytes:
+    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: User | None = None) -> bytes:
         """The bytes of a regular file: all of them, or at most `length` from `offset` on.
 
         InvalidSpec when these are more than 256 MiB: `download` takes any size.
         """
-        query = codec.query(path=_path(path), offset=offset or None, length=length, user=user)
+        query = _query(path=_path(path), offset=offset or None, length=length, user=user)
         retry = Retry(self._transport)
         while True:
             try:
@@ -70,10 +70,16 @@ class Files:
                 raise self._transport.garbage(error) from error
 
     def read_text(
-        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
+        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: User | None = None
     ) -> str:
         """The text of a file. UnicodeDecodeError: it is none; with `errors="replace"` as well as it goes."""
-        return (self.read(path, user=user)).decode(encoding, errors)
+        data = self.read(path, user=user)
+        try:
+            return data.decode(encoding, errors)
+        except UnicodeDecodeError as error:
+            shown = os.fsdecode(_path(path))
+            error.reason += f' in {shown!r}; read(path) gives its bytes, errors="replace" as much text as there is'
+            raise
 
     def write(
         self,
@@ -83,7 +89,7 @@ class Files:
         mode: int | None = None,
         parents: bool = True,
         exclusive: bool = False,
-        user: str | None = None,
+        user: User | None = None,
     ) -> Written:
         """Write a whole file: it is there with all of `data` when this returns, or as it was before when this raises.
 
@@ -92,7 +98,7 @@ class Files:
         one in a directory that the user may not write to) it is overwritten in its place: then `atomic` of the answer
         is False, and a failure on the way says so in `detail["partial"]`.
         """
-        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
+        query = _query(path=_path(path), mode=_octal(mode), parents=parents, exclusive=exclusive, user=user)
         key = new_key() if exclusive else None
         return (self._transport.upload("PUT", self._path + query, Written, _bytes(data), key=key)).exact()
 
@@ -103,19 +109,19 @@ class Files:
         *,
         mode: int | None = None,
         parents: bool = True,
-        user: str | None = None,
+        user: User | None = None,
     ) -> Entry:
         """Add to the end of a file, once, and make it if it is not there."""
-        query = codec.query(path=_path(path), mode=_octal(mode), parents=parents, user=user)
+        query = _query(path=_path(path), mode=_octal(mode), parents=parents, user=user)
         body = _bytes(data)
         return (self._transport.upload("POST", f"{self._path}:append{query}", Entry, body, key=new_key())).exact()
 
-    def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> Entry:
+    def stat(self, path: RemotePath, *, follow: bool = True, user: User | None = None) -> Entry:
         """One file of any type; with `follow=False` a symbolic link itself."""
-        query = codec.query(path=_path(path), follow=None if follow else 0, user=user)
+        query = _query(path=_path(path), follow=None if follow else 0, user=user)
         return (self._transport.call("GET", f"{self._path}:stat{query}", Entry)).exact()
 
-    def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+    def exists(self, path: RemotePath, *, user: User | None = None) -> bool:
         """Whether something is there: not what a symbolic link to nowhere leads to, nor anything below a file."""
         try:
             self.stat(path, user=user)
@@ -125,12 +131,12 @@ class Files:
             raise
         return True
 
-    def list(self, path: RemotePath = ".", *, user: str | None = None) -> list[Entry]:
+    def list(self, path: RemotePath = ".", *, user: User | None = None) -> list[Entry]:
         """What is in a directory, in the byte order of the names."""
         entries: list[Entry] = []
         cursor: bytes | None = None
         while True:
-            query = codec.query(path=_path(path), cursor=cursor, user=user)
+            query = _query(path=_path(path), cursor=cursor, user=user)
             page = self._transport.call("GET", f"{self._path}:list{query}", Listing)
             entries.extend(entry.exact() for entry in page.items)
             cursor = page.next_cursor
@@ -138,10 +144,10 @@ class Files:
                 return entries
 
     def mkdir(
-        self, path: RemotePath, *, parents: bool = False, mode: int | None = None, user: str | None = None
+        self, path: RemotePath, *, parents: bool = False, mode: int | None = None, user: User | None = None
     ) -> Entry:
         """Make a directory. With `parents` also those above it, and one that is there is fine; else FileExists."""
-        query = codec.query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
+        query = _query(path=_path(path), parents=parents, mode=_octal(mode), user=user)
         try:
             return self._change("mkdir", query)
         except FileNotFound as error:
@@ -149,19 +155,19 @@ class Files:
                 error.message += "; the directory above it is not there: mkdir(path, parents=True) makes that, too"
             raise
 
-    def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
+    def remove(self, path: RemotePath, *, recursive: bool = False, user: User | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
-        query = codec.query(path=_path(path), recursive=recursive, user=user)
+        query = _query(path=_path(path), recursive=recursive, user=user)
         self._transport.call("POST", f"{self._path}:remove{query}", _Nothing, key=new_key())
 
-    def move(self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: str | None = None) -> Entry:
+    def move(self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: User | None = None) -> Entry:
         """Give a file or directory another place. `replace`: also where something is (not a full directory)."""
-        query = codec.query(source=_path(source), target=_path(target), replace=replace, user=user)
+        query = _query(source=_path(source), target=_path(target), replace=replace, user=user)
         return self._change("move", query)
 
-    def chmod(self, path: RemotePath, mode: int, *, user: str | None = None) -> Entry:
+    def chmod(self, path: RemotePath, mode: int, *, user: User | None = None) -> Entry:
         """Set the permission bits of a file, as `0o755`."""
-        return self._change("chmod", codec.query(path=_path(path), mode=_octal(mode), user=user))
+        return self._change("chmod", _query(path=_path(path), mode=_octal(mode), user=user))
 
     def upload(
         self,
@@ -170,7 +176,7 @@ class Files:
         *,
         replace: bool = True,
         on_progress: bodies.Progress | None = None,
-        user: str | None = None,
+        user: User | None = None,
     ) -> TreeReport:
         """Copy a local file, or a directory with all below it, into the sandbox; `target` is its new path there.
 
@@ -187,13 +193,13 @@ class Files:
         if isinstance(body, bodies.LocalTree):
             if not replace:
                 self._claim(where, body.mode, user)
-            query = codec.query(path=where, parents=True, user=user)
+            query = _query(path=where, parents=True, user=user)
             return self._transport.upload("PUT", f"{self._path}:tree{query}", TreeReport, body)
-        query = codec.query(path=where, mode=_octal(body.mode), parents=True, exclusive=not replace, user=user)
+        query = _query(path=where, mode=_octal(body.mode), parents=True, exclusive=not replace, user=user)
         entry = self._transport.upload("PUT", self._path + query, Entry, body, key=key)
         return TreeReport(entries=1, bytes=entry.size)
 
-    def _claim(self, path: bytes, mode: int, user: str | None) -> None:
+    def _claim(self, path: bytes, mode: int, user: User | None) -> None:
         """Make the directory, which is not there. Of several that do so at once one succeeds."""
         if above := path.rstrip(b"/").rpartition(b"/")[0]:
             self.mkdir(above, parents=True, user=user)
@@ -205,13 +211,13 @@ class Files:
         target: LocalPath,
         *,
         on_progress: bodies.Progress | None = None,
-        user: str | None = None,
+        user: User | None = None,
     ) -> TreeReport:
         """Copy a file, or a directory with all below it, out of the sandbox; `target` is its new path here.
 
-        A file is whole or not there. What a sandbox says is not trusted: nothing of a directory lands outside `target`,
-        no owner and no set-id bit is taken over, and what is no file, directory or link inside it is left out and said
-        so in the report.
+        A file is whole or not there. Above `target` directories are made. What a sandbox says is not trusted: nothing
+        of a directory lands outside `target`, no owner and no set-id bit is taken over, and what is no file, directory
+        or link inside it is left out and said so in the report.
         """
         here = _local("target", target, "a path of this machine; read(path) gives the bytes")
         entry = self.stat(source, user=user)
@@ -227,18 +233,18 @@ class Files:
             except Garbage as error:
                 raise self._transport.garbage(error) from error
 
-    def watch(self, path: RemotePath = ".", *, recursive: bool = True, user: str | None = None) -> Watch:
+    def watch(self, path: RemotePath = ".", *, recursive: bool = True, user: User | None = None) -> Watch:
         """Changes of a directory or file as they happen: a context manager to iterate.
 
         Entering it waits until nothing is missed. The iteration ends when what is watched is removed or moved.
         """
-        return Watch(self, codec.query(path=_path(path), recursive=recursive, user=user))
+        return Watch(self, _query(path=_path(path), recursive=recursive, user=user))
 
     def _change(self, call: str, query: str) -> Entry:
         return (self._transport.call("POST", f"{self._path}:{call}{query}", Entry, key=new_key())).exact()
 
-    def _download_file(self, source: RemotePath, file: local.File, user: str | None) -> TreeReport:
-        query = codec.query(path=_path(source), user=user)
+    def _download_file(self, source: RemotePath, file: local.File, user: User | None) -> TreeReport:
+        query = _query(path=_path(source), user=user)
         answer = self._transport.open("GET", self._path + query, accept=codec.OCTETS)
         try:
             size = answer.head.headers.get(b"x-dsec-size", b"")
@@ -249,8 +255,8 @@ class Files:
             answer.close()
         return file.done()
 
-    def _download_tree(self, source: RemotePath, tree: local.Tree, user: str | None) -> TreeReport:
-        query = codec.query(path=_path(source), user=user)
+    def _download_tree(self, source: RemotePath, tree: local.Tree, user: User | None) -> TreeReport:
+        query = _query(path=_path(source), user=user)
         items = self._transport.stream("GET", f"{self._path}:tree{query}")
         try:
             while True:
@@ -370,6 +376,10 @@ def _local(field: str, path: object, allowed: str) -> Path:
     raise WrongArgument(f"{field} is of the type {type(path).__name__}; allowed: {allowed}", detail={"field": field})
 
 
+def _query(*, user: User | None, **fields: str | bytes | int | bool | None) -> str:
+    return codec.query(**fields, user=user_text(user))
+
+
 def _octal(mode: int | None) -> str | None:
     if mode is None:
         return None
@@ -382,5 +392,16 @@ def _bytes(data: str | bytes | bytearray | memoryview) -> bodies.Bytes:
     if isinstance(data, str):
         return bodies.Bytes(data.encode())
     if not isinstance(data, bytes | bytearray | memoryview):  # bytes(5) would be five zeros
-        raise InvalidSpec.field("data", type(data).__name__, "str or bytes")
+        # Its type: what is in it is not shown.
+        text = f"data is of the type {type(data).__name__}; allowed: str or bytes{_made_of(data)}"
+        raise WrongArgument(text, detail={"field": "data"})
     return bodies.Bytes(bytes(data))
+
+
+def _made_of(data: object) -> str:
+    """How what is no content becomes one."""
+    if isinstance(data, os.PathLike):
+        return " (upload(local, path) copies a file of this machine)"
+    if hasattr(data, "read"):
+        return " (data.read(); upload(local, path) copies a file of this machine)"
+    return " (json.dumps(data) makes text of it)" if isinstance(data, dict | list | tuple) else ""

@@ -76,7 +76,7 @@ class Sandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         stdin: str | bytes | None = None,
         timeout_s: float | None = None,
         on_output: values.OnOutput | None = None,
@@ -139,7 +139,7 @@ class Sandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         stdin: bool = True,
         tty: TerminalSize = False,
         keepalive: bool = True,
@@ -192,14 +192,14 @@ class Sandbox(metaclass=Made):
         *,
         cwd: values.Path | None = None,
         env: Mapping[str, str] | None = None,
-        user: str | None = None,
+        user: values.User | None = None,
         keepalive: bool = True,
         key: str | None = None,
     ) -> Session:
         """Start a shell that lives on between commands: a context manager with `run`.
 
-        `shell`: its path inside; None: bash where it is there, else sh. `keepalive=False`: the sandbox is idle while no
-        command of it runs.
+        `shell`: its path inside, or a name in its PATH; None: bash where it is there, else sh. `keepalive=False`: the
+        sandbox is idle while no command of it runs.
         """
         from dsec.sdk import programs
         from dsec.sdk._sync.sessions import start  # as for files
