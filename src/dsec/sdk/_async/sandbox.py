@@ -127,7 +127,7 @@ class AsyncSandbox(metaclass=Made):
         return await self.set_network(patched(info.spec.network, network))
 
     async def usage(self) -> Usage:
-        """What it has used, and uses now."""
+        """What it has used, and uses now. `disk_bytes` may be some 30 s behind (btrfs counts at its commits)."""
         return await self._client.transport.call("GET", f"{self._path}/usage", Usage)
 
     @entered

@@ -129,7 +129,7 @@ class Sandbox(metaclass=Made):
         return self.set_network(patched(info.spec.network, network))
 
     def usage(self) -> Usage:
-        """What it has used, and uses now."""
+        """What it has used, and uses now. `disk_bytes` may be some 30 s behind (btrfs counts at its commits)."""
         return self._client.transport.call("GET", f"{self._path}/usage", Usage)
 
     @entered
