@@ -69,7 +69,7 @@ def check_node(text: str) -> str:
 
 def check_name(text: str, field: str = "name") -> str:
     """A sandbox or job name itself, or InvalidSpec."""
-    if not _NAME.match(text) or is_sandbox_id(text):
+    if not isinstance(text, str) or not _NAME.match(text) or is_sandbox_id(text):
         raise InvalidSpec.field(
             field,
             text,
@@ -100,6 +100,7 @@ def is_digest(text: str) -> bool:
 
 def check_layer_ref(text: str, field: str) -> str:
     """A layer reference itself (`name`, `name:tag`, `name@version`, `sha256:...`), or InvalidSpec."""
-    if not is_digest(text) and (not _LAYER_REF.match(text) or ".." in text or text.startswith("sha256:")):
+    known = isinstance(text, str) and (is_digest(text) or (_LAYER_REF.match(text) and ".." not in text))
+    if not known or (text.startswith("sha256:") and not is_digest(text)):
         raise InvalidSpec.field(field, text, "name, name:tag, name@version or sha256:<64 hex digits>")
     return text

@@ -478,7 +478,7 @@ PACKAGE: Final[dict[str, str]] = {
     "Process": "Popen PIPE CommandHandle ContainerProcess Command",
     "Session": "Shell Pty Bash",
     "RunResult": "ExecResult CommandResult CompletedProcess Result ExecutionResult Execution",
-    "Spec": "Config SandboxSpec SandboxConfig CreateSandboxParams Resources Template Image",
+    "Spec": "Config SandboxSpec SandboxConfig CreateSandboxParams Resources Template",
     "Entry": "EntryInfo FileInfo",
     "FileEvent": "FilesystemEvent FileChangeEvent",
 }

@@ -166,6 +166,7 @@ _LOOKED: Final = "both streams are looked at, and the line that is returned has 
 _ONE_LINE: Final = "process.lines().next(timeout_s=) waits for one line"
 # What one method has no argument for, but a way: the method, what is said, and the words that are tried for it.
 _IN_CALLS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("Sandbox.events", "follow=False gives what there is, and does not wait", "timeout timeout_s"),
     ("Process.lines", _BOTH, "stream streams stdout stderr fd"),
     ("Process.lines", _ONE_LINE, "timeout timeout_s timeout_ms"),
     ("Process.follow", "both streams come, as (stream, data); .stdout and .stderr iterate one", "stream stdout stderr"),

@@ -138,8 +138,8 @@ def _terminal(tty: TerminalSize) -> Terminal | None:
 
 
 def _pair(tty: object) -> tuple[int, int]:
-    if isinstance(tty, tuple) and len(tty) == 2:
-        return tty
+    if isinstance(tty, tuple | list) and len(tty) == 2:
+        return tty[0], tty[1]
     raise InvalidSpec.field("tty", tty, "True, False, (rows, cols) or a dsec.Terminal")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from dsec.model import limits
 from dsec.model.convert import USER, check_pair
@@ -17,6 +17,7 @@ Path = str | os.PathLike[str]
 User = str | int
 Command = str | Sequence[str | bytes | os.PathLike[str]]
 OnOutput = Callable[[int, bytes], Any]
+T = TypeVar("T")
 States = State | Sequence[State] | Literal["any"]
 
 # How much of a failed command, and of the last output of a program, stands in the message of an error.
@@ -148,10 +149,30 @@ def path_bytes(path: str | bytes | os.PathLike[str]) -> bytes:
 
 def variables(env: Mapping[str, str] | None) -> dict[str, str]:
     """Variables as a dict. Raises InvalidSpec for what is no mapping."""
-    if env is not None and not isinstance(env, Mapping):
-        text = f'env is of the type {type(env).__name__}; allowed: a dict, as {{"NAME": "value"}}'
-        raise InvalidSpec(text, detail={"field": "env"})
-    return dict(env or {})
+    return {} if env is None else mapping("env", env)
+
+
+def mapping(field: str, value: Mapping[str, T]) -> dict[str, T]:
+    """A dict of what a caller gave. Raises InvalidSpec for what is no mapping; what is in it may be a secret."""
+    if not isinstance(value, Mapping):
+        text = f'{field} is of the type {type(value).__name__}; allowed: a dict, as {{"NAME": "value"}}'
+        raise WrongArgument(text, detail={"field": field})
+    return dict(value)
+
+
+def label_map(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels as a dict. Raises InvalidSpec for what is no mapping of str to str."""
+    found = mapping("labels", labels)
+    for name, value in found.items():
+        check_pair("labels", name, value)
+    return found
+
+
+def number(field: str, value: float) -> float:
+    """A number of seconds. Raises InvalidSpec for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongArgument.field(field, value, "a number of seconds")
+    return value
 
 
 def check_id(field: str, value: object, of: str) -> None:
@@ -242,7 +263,7 @@ def seconds(timeout_s: object) -> float | None:
     """A time that is waited, or None. Raises InvalidSpec."""
     if timeout_s is None or (isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)):
         return timeout_s
-    raise InvalidSpec.field("timeout_s", timeout_s, "a number of seconds, or None")
+    raise WrongArgument.field("timeout_s", timeout_s, "a number of seconds, or None")
 
 
 def create_failed(index: int, cause: DsecError) -> CreateFailed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Final, Self, Unpack
 
 import msgspec
@@ -20,7 +20,7 @@ from dsec.sdk._async.layers import AsyncLayers
 from dsec.sdk._async.net import entered, finish
 from dsec.sdk._async.sandbox import AsyncSandbox
 from dsec.sdk._async.transport import AsyncTransport
-from dsec.sdk.keywords import explained
+from dsec.sdk.keywords import WrongArgument, explained
 from dsec.sdk.target import ENV_KEY, default_url, parse
 
 _SANDBOXES: Final = "/v1/sandboxes"
@@ -36,6 +36,11 @@ class AsyncClient:
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
+        for name, given in (("url", url), ("api_key", api_key)):
+            if given is not None and not isinstance(given, str):
+                # Its type: it may be a key.
+                text = f"{name} is of the type {type(given).__name__}; allowed: a str, or None"
+                raise WrongArgument(text, detail={"field": name})
         self._target = parse(url or default_url())
         key = os.environ.get(ENV_KEY) if api_key is None else api_key
         if key and not (key.isascii() and key.isprintable()):
@@ -120,10 +125,12 @@ class AsyncClient:
         state: values.States | None = None,
     ) -> AsyncIterator[AsyncSandbox]:
         """Sandboxes, page by page as they are asked for: all alive, or those in one of the states (`"any"`: all)."""
-        query = [f"label={codec.quote(f'{key}={value}')}" for key, value in (labels or {}).items()]
+        query = [f"label={codec.quote(f'{key}={value}')}" for key, value in values.label_map(labels or {}).items()]
         if job is not None:
             query.append(f"job={codec.quote(check_name(job, 'job'))}")
         states = [state] if isinstance(state, str) else state or ()
+        if not isinstance(states, Collection) or not all(isinstance(one, str) for one in states):
+            raise WrongArgument.field("state", state, 'a state as "running", several of them, or "any"')
         query += [f"state={codec.quote(one)}" for one in states]
         query.append(f"limit={limits.LIST_PAGE_DEFAULT}")
         cursor: str | None = ""

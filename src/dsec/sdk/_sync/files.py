@@ -167,6 +167,8 @@ class Files:
 
     def chmod(self, path: RemotePath, mode: int, *, user: User | None = None) -> Entry:
         """Set the permission bits of a file, as `0o755`."""
+        if mode is None:
+            raise InvalidSpec.field("mode", mode, "a number, as 0o755")
         return self._change("chmod", _query(path=_path(path), mode=_octal(mode), user=user))
 
     def upload(

@@ -109,24 +109,25 @@ class Sandbox(metaclass=Made):
 
     def stop(self, *, grace_s: float = limits.GRACE_DEFAULT_S) -> SandboxInfo:
         """Stop it for good: SIGTERM, and after `grace_s` seconds the end of everything. Can be repeated."""
-        return self._update("DELETE", f"?grace_s={grace_s:g}")
+        return self._update("DELETE", f"?grace_s={values.number('grace_s', grace_s):g}")
 
     def extend(self, seconds: float) -> SandboxInfo:
         """Its lifetime ends `seconds` later than it would have. No end: nothing changes."""
-        return self._update("POST", "/extend", {"seconds": seconds})
+        return self._update("POST", "/extend", {"seconds": values.number("seconds", seconds)})
 
     def set_labels(self, labels: Mapping[str, str]) -> SandboxInfo:
         """Replace all its labels."""
-        return self._update("PUT", "/labels", {"labels": dict(labels)})
+        return self._update("PUT", "/labels", {"labels": values.label_map(labels)})
 
     def set_network(self, network: Mapping[str, Any]) -> SandboxInfo:
         """Replace its whole network policy. Unsupported: this node cannot enforce what is asked."""
-        return self._update("PUT", "/network", dict(network))
+        return self._update("PUT", "/network", values.mapping("network", network))
 
     def patch_network(self, network: Mapping[str, bool]) -> SandboxInfo:
         """Change the named entries of its network policy and keep the others. Of names of mirrors only."""
+        changes = values.mapping("network", network)
         info = self.info()
-        return self.set_network(patched(info.spec.network, network))
+        return self.set_network(patched(info.spec.network, changes))
 
     def usage(self) -> Usage:
         """What it has used, and uses now. `disk_bytes` may be some 30 s behind (btrfs counts at its commits)."""
