@@ -66,9 +66,9 @@ _SANDBOX: Final[tuple[Row, ...]] = (
         "set_timeout keep_alive refresh set_ttl prolong refresh_activity set_auto_stop_interval set_autostop_interval",
     ),
     (
-        "spawn",
-        "no port is open to the outside: spawn(...).attach() talks to a program",
-        "get_host tunnels get_preview_link ports expose url forward get_url",
+        "expose",
+        "expose(port).url reaches what listens in it, exposed() is what can be reached",
+        "get_host tunnels get_preview_link ports url forward get_url port_forward open_port publish preview tunnel",
     ),
     ("set_network", "set_network({...}), patch_network({...})", "network update_network networks"),
     (

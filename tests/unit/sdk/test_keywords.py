@@ -81,7 +81,7 @@ def many(n: int, **fields: Any) -> Callable[[dsec.Sandbox], Any]:
         (lambda s: s.files.watch("/").poll(), "next(timeout_s=) waits for one change"),
         (lambda s: s.process.exec("ls"), "process is a method, and has no attribute 'exec'; sbx.run(...) waits"),
         (lambda s: s.process.create_session("a"), "sbx.session() is a shell that lives on"),
-        (lambda s: s.get_host(80), "no port is open to the outside"),
+        (lambda s: s.get_host(80), "expose(port).url reaches what listens in it"),
         (lambda s: s._client.ping(), "node() answers where a node does"),
         (lambda s: s._client.layers.create("a"), "import_(source, name)"),
         (lambda s: s._client.create_many(1).stop(), "its `with` block stops them all"),
