@@ -74,6 +74,7 @@ RECEIVED: Final[dict[str, tuple[type, dict[str, Any]]]] = {
             "overlay": None,
             "idmap": {"erofs": True, "ext4": True, "tmpfs": False, "btrfs": False},
             "upper": ["btrfs", "tmpfs"],
+            "network": "sk_lookup",
             "reasons": {"overlay": "no"},
         },
     ),

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dsec_sys::mount::{NODEV, NOEXEC, NOSUID};
-use dsec_sys::{net, process};
+use dsec_sys::{net, process, route};
 use rustix::fs::{openat, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -40,9 +40,21 @@ const PER_PROC: usize = 32;
 const REFILL_SHARE: usize = 4;
 /// Namespaces that wait to be looked at; more are let go.
 const RETURNED_MAX: usize = 64;
-/// What a namespace tells about its past: packets and errors of every protocol, labels on lease. The same
-/// text as in a new one means that nothing was ever sent, received or refused in it.
-const TRACES: [&str; 5] = ["dev", "snmp", "netstat", "snmp6", "ip6_flowlabel"];
+/// What a namespace tells about its past: packets and errors of every protocol, labels on lease, addresses and
+/// routes. The same text as in a new one means that nothing was ever sent, received or refused in it, and that
+/// nothing that steered it is left.
+const TRACES: [&str; 8] = [
+    "dev",
+    "snmp",
+    "netstat",
+    "snmp6",
+    "ip6_flowlabel",
+    "fib_trie",
+    "ipv6_route",
+    "if_inet6",
+];
+/// Sockets that steered a namespace are held by the kernel for a moment (a grace period of RCU) after they are closed.
+const SOCKETS_GO: Duration = Duration::from_millis(100);
 /// Counts the sockets there are; what follows counts the machine's too.
 const NO_SOCKETS: &str = "sockets: used 0\n";
 
@@ -66,6 +78,8 @@ struct State {
     ready: VecDeque<OwnedFd>,
     /// Of ended sandboxes, not looked at yet.
     returned: VecDeque<OwnedFd>,
+    /// Looked at, and to be looked at once more: from when on.
+    later: VecDeque<(Instant, OwnedFd)>,
     /// For who asks next.
     failed: Option<LaunchError>,
     filling: bool,
@@ -76,6 +90,17 @@ struct State {
 enum Work {
     Make,
     Look(OwnedFd),
+    /// For the last time.
+    LookAgain(OwnedFd),
+}
+
+/// What is found in one that comes back.
+enum Found {
+    Traces(String),
+    /// Sockets.
+    Used,
+    /// Sockets, and the routes of one that was steered.
+    Steered,
 }
 
 impl Shared {
@@ -93,6 +118,11 @@ impl Shared {
             if let Some(one) = state.returned.pop_front() {
                 return Some(Work::Look(one));
             }
+            let due = state.later.front().map(|(at, _)| *at);
+            let left = due.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return state.later.pop_front().map(|(_, one)| Work::LookAgain(one));
+            }
             if state.ready.len() < self.size.div_ceil(REFILL_SHARE) {
                 state.filling = true;
             }
@@ -103,10 +133,23 @@ impl Shared {
             if state.filling && state.failed.is_none() {
                 return Some(Work::Make);
             }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = match left {
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => {
+                    let waited = self.changed.wait(state);
+                    waited.unwrap_or_else(PoisonError::into_inner)
+                }
+            };
+        }
+    }
+
+    fn later(&self, netns: OwnedFd) {
+        let mut state = self.lock();
+        if state.later.len() < RETURNED_MAX {
+            state.later.push_back((Instant::now() + SOCKETS_GO, netns));
         }
     }
 
@@ -208,6 +251,7 @@ fn fill(pool: &Shared) {
                 continue;
             }
         };
+        let again = matches!(work, Work::LookAgain(_));
         match work {
             Work::Make => {
                 let made = make(at.as_fd());
@@ -216,24 +260,36 @@ fn fill(pool: &Shared) {
                 }
                 pool.done(made);
             }
-            Work::Look(one) => {
-                if pristine.is_some() && look(at.as_fd(), &one).unwrap_or_default() == pristine {
-                    pool.done(Ok(one));
+            Work::Look(one) | Work::LookAgain(one) if pristine.is_some() => {
+                match look(at.as_fd(), &one) {
+                    Ok(Found::Traces(traces)) if Some(&traces) == pristine.as_ref() => {
+                        pool.done(Ok(one));
+                    }
+                    Ok(Found::Steered) if !again => pool.later(one),
+                    Ok(_) | Err(_) => {}
                 }
             }
+            Work::Look(_) | Work::LookAgain(_) => {}
         }
         proc = Some(at);
     }
 }
 
-/// The traces in a namespace, which this thread joins; `None` while a socket is there.
-fn look(proc: BorrowedFd<'_>, netns: &OwnedFd) -> io::Result<Option<String>> {
+/// What is in a namespace, which this thread joins. The routes of one that was steered are gone then; what else steered
+/// it, a program, ends with its sockets, which one process holds.
+fn look(proc: BorrowedFd<'_>, netns: &OwnedFd) -> io::Result<Found> {
     process::setns(netns.as_fd(), process::NEW_NET)?;
+    // First: the socket by which routes are taken away is counted for a moment after it is closed.
     let sockets = io::read_to_string(File::from(open(proc, "sockstat")?))?;
-    if !sockets.starts_with(NO_SOCKETS) {
-        return Ok(None);
+    let clean = !switch::off(switch::NETNS_CLEAN);
+    let steered = clean && route::nothing_local()?;
+    if sockets.starts_with(NO_SOCKETS) {
+        traces(proc).map(Found::Traces)
+    } else if steered {
+        Ok(Found::Steered)
+    } else {
+        Ok(Found::Used)
     }
-    traces(proc).map(Some)
 }
 
 fn open(proc: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {

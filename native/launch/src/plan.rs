@@ -261,6 +261,9 @@ pub struct Probe {
     pub idmap: IdmapProbe,
     /// Best first.
     pub upper: Vec<UpperKind>,
+    /// How connections of sandboxes are steered to the node, if they can be.
+    #[serde(default)]
+    pub network: Option<String>,
     /// Name -> why not.
     pub reasons: BTreeMap<String, String>,
 }

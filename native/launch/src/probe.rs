@@ -114,6 +114,7 @@ fn try_all(config: &Config) -> Probe {
         overlay,
         idmap,
         upper: uppers,
+        network: None,
         reasons: tried.reasons,
     }
 }

@@ -22,6 +22,8 @@ pub const CGROUP_TASKS: &str = "cgroup.tasks";
 pub const NOFILE_RAISE: &str = "nofile.raise";
 /// A network namespace that was never used serves another sandbox; without it each has a new one.
 pub const NETNS_REUSE: &str = "netns.reuse";
+/// The routes of a steered namespace are taken away before it serves another; without it, it is not used again.
+pub const NETNS_CLEAN: &str = "netns.clean";
 /// The v1 groups of an ended sandbox serve another; without it each has new ones.
 pub const CGROUP_REUSE: &str = "cgroup.reuse";
 /// The file helper stays out of the sandbox's pid namespace; without it, it is a process among others there.
@@ -50,6 +52,7 @@ pub const NAMES: &[&str] = &[
     CGROUP_TASKS,
     NOFILE_RAISE,
     NETNS_REUSE,
+    NETNS_CLEAN,
     CGROUP_REUSE,
     FILES_HIDDEN,
     FILES_CONFINED,

@@ -113,6 +113,7 @@ fn answers_are_written_as_the_client_reads_them() {
             btrfs: false,
         },
         upper: vec![UpperKind::Btrfs, UpperKind::Tmpfs],
+        network: Some("sk_lookup".into()),
         reasons: BTreeMap::from([("overlay".into(), "no".into())]),
     };
     assert_eq!(written(&probe), all["probe"]);

@@ -4,6 +4,7 @@ use std::io;
 
 use dsec_sys::cred;
 use dsec_sys::seccomp::{install, Instruction};
+use rustix::process::{getppid, set_parent_process_death_signal, Pid, Signal};
 
 const LOAD: u16 = 0x20;
 const IF_EQUAL: u16 = 0x15;
@@ -64,13 +65,21 @@ const CALLS: &[libc::c_long] = &[
     libc::SYS_epoll_wait,
 ];
 
-/// Becomes a user without any right, for good: no capability, no other program, no file.
-pub fn confine(uid: u32) -> io::Result<()> {
+/// Becomes a user without any right, for good: no capability, no other program, no file. With a parent it ends when that
+/// one does.
+pub fn confine(uid: u32, parent: Option<Pid>) -> io::Result<()> {
     cred::bound_caps(0)?;
     cred::set_groups(&[])?;
     cred::set_ids(uid, uid)?;
     cred::set_caps(0, 0)?;
     cred::no_new_privs()?;
+    if parent.is_some() {
+        // Not before: the kernel forgets it with each change of rights.
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        if getppid() != parent {
+            return Err(io::Error::other("whoever started it has ended"));
+        }
+    }
     install(&filter())
 }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
@@ -21,35 +21,51 @@ const DISABLE: &str = "DSEC_NATIVE_DISABLE";
 
 pub const USAGE: &str = "\
 serve --socket PATH [--uid N]   serves the connections of sandboxes
+      [--with-parent]           and ends with whoever started it
 probe                           why connections cannot be steered here, if they cannot
 ";
 
 /// Does what the words say, for ever if they say `serve`; `None`: they say nothing.
 pub fn run(words: &[&str]) -> Option<io::Result<()>> {
     match words {
-        ["serve", rest @ ..] => options(rest).map(|(socket, uid)| serve(&socket, uid)),
+        ["serve", rest @ ..] => options(rest).map(|options| serve(&options)),
         ["probe"] => Some(steer::missing().map_or(Ok(()), |why| Err(io::Error::other(why)))),
         _ => None,
     }
 }
 
-fn options(mut words: &[&str]) -> Option<(PathBuf, u32)> {
-    let mut socket = None;
-    let mut uid = UID;
-    while let [name, value, rest @ ..] = words {
-        match *name {
-            "--socket" => socket = Some(PathBuf::from(value)),
-            "--uid" => uid = value.parse().ok()?,
-            _ => return None,
-        }
-        words = rest;
-    }
-    socket
-        .filter(|_| words.is_empty())
-        .map(|socket| (socket, uid))
+struct Options {
+    socket: PathBuf,
+    uid: u32,
+    with_parent: bool,
 }
 
-fn serve(path: &Path, uid: u32) -> io::Result<()> {
+fn options(mut words: &[&str]) -> Option<Options> {
+    let (mut socket, mut uid, mut with_parent) = (None, UID, false);
+    loop {
+        match words {
+            ["--socket", path, ..] => socket = Some(PathBuf::from(path)),
+            ["--uid", number, ..] => uid = number.parse().ok()?,
+            ["--with-parent", rest @ ..] => {
+                with_parent = true;
+                words = rest;
+                continue;
+            }
+            [] => break,
+            _ => return None,
+        }
+        words = words.get(2..)?;
+    }
+    Some(Options {
+        socket: socket?,
+        uid,
+        with_parent,
+    })
+}
+
+fn serve(options: &Options) -> io::Result<()> {
+    let path = options.socket.as_path();
+    let parent = options.with_parent.then(rustix::process::getppid).flatten();
     // Before it has a name anybody else could open.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o177));
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -70,7 +86,7 @@ fn serve(path: &Path, uid: u32) -> io::Result<()> {
     let off = std::env::var(DISABLE).unwrap_or_default();
     let mut server = Server::new(socket, Switches::without(&off))?;
     // After everything that needs a right, before anything of a sandbox.
-    confine(uid)?;
+    confine(options.uid, parent)?;
     println!("ready");
     io::stdout().flush()?;
     server.run()

@@ -5,6 +5,7 @@
 //! socket, whose connections tell where they were meant to go (`getsockname`). There is no table to get out of step:
 //! without the sockets or the program a connection is refused.
 
+use std::fs::File;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddrV6};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -41,17 +42,19 @@ pub struct Steering {
     pub link: OwnedFd,
 }
 
-/// Steers a namespace. Needs CAP_SYS_ADMIN over it and over the machine's programs (CAP_BPF, CAP_NET_ADMIN).
-pub fn steer(netns: BorrowedFd<'_>) -> io::Result<Steering> {
+/// Steers a namespace, which is given by itself or by a process in it (a pidfd). Needs CAP_SYS_ADMIN over it and over
+/// the machine's programs (CAP_BPF, CAP_NET_ADMIN).
+pub fn steer(place: BorrowedFd<'_>) -> io::Result<Steering> {
     // Only a thread of its own can be in another namespace.
-    let (tcp, dns) = thread::scope(|scope| {
+    let (netns, tcp, dns) = thread::scope(|scope| {
         let inside = scope.spawn(|| {
-            process::setns(netns, process::NEW_NET)?;
+            process::setns(place, process::NEW_NET)?;
+            let netns = File::open("/proc/thread-self/ns/net")?;
             route::everything_local()?;
             let tcp = net::listen_steered(at(Ipv6Addr::UNSPECIFIED, LISTEN_PORT), BACKLOG)?;
             let four = net::udp_steered(at(OWN_4, DNS_PORT))?;
             let six = net::udp_steered(at(OWN_6, DNS_PORT))?;
-            Ok((tcp, [four, six]))
+            Ok((netns, tcp, [four, six]))
         });
         inside
             .join()
@@ -62,7 +65,7 @@ pub fn steer(netns: BorrowedFd<'_>) -> io::Result<Steering> {
     sockets.put(DNS_4, dns[0].as_fd())?;
     sockets.put(DNS_6, dns[1].as_fd())?;
     let program = program(&sockets).load_program(&SK_LOOKUP, "dsec_steer")?;
-    let link = attach(program.as_fd(), &SK_LOOKUP, netns)?;
+    let link = attach(program.as_fd(), &SK_LOOKUP, netns.as_fd())?;
     Ok(Steering { tcp, dns, link })
 }
 

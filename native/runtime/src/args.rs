@@ -95,6 +95,10 @@ impl Options {
         out
     }
 
+    pub fn net_socket(&self) -> PathBuf {
+        self.run_dir.join("net.sock")
+    }
+
     pub fn log_path(&self) -> PathBuf {
         self.run_dir.join("runtime.log")
     }

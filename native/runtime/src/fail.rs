@@ -8,6 +8,8 @@ pub const NAMES: &[&str] = &[
     "sandbox.recorded",
     "sandbox.made",
     "sandbox.put",
+    "network.steered",
+    "network.added",
     "sandbox.stopping",
     "sandbox.released",
     "sandbox.ended",

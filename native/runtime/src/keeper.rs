@@ -17,6 +17,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::args::Options;
 use crate::kproto::{self, Fallen, Put, Received, ToKeeper, ToRuntime, GATE};
+use crate::netchild::NetChild;
 use crate::store::Store;
 use crate::util;
 use crate::{info, warning};
@@ -70,6 +71,7 @@ struct Keeper {
     listing: Option<VecDeque<String>>,
     /// Keys of refused puts, still to be said.
     refused: VecDeque<String>,
+    net: NetChild,
     buf: Vec<u8>,
 }
 
@@ -104,11 +106,14 @@ pub fn run(options: Options) -> io::Result<()> {
         backoff: BACKOFF_MIN,
         listing: None,
         refused: VecDeque::new(),
+        net: NetChild::new(),
         buf: Vec::new(),
     };
     keeper.start_runtime();
     announce_ready();
-    keeper.serve(&signals)?;
+    let served = keeper.serve(&signals);
+    keeper.net.end(&keeper.options);
+    served?;
     info!("keeper.end");
     drop(pid_file);
     Ok(())
@@ -182,6 +187,7 @@ impl Keeper {
                     self.start_runtime();
                 }
             }
+            self.net.look(&self.options);
             let ready = self.poll(signals)?;
             if ready.runtime {
                 self.drain_messages();
@@ -206,7 +212,7 @@ impl Keeper {
 
     fn poll(&self, signals: &OwnedFd) -> io::Result<Ready> {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
-        let mut timeout = None;
+        let mut due = self.net.due();
         match &self.runtime {
             Runtime::Running { sock: Some(s), .. } => {
                 let mut flags = PollFlags::IN;
@@ -216,10 +222,12 @@ impl Keeper {
                 fds.push(PollFd::new(s, flags));
             }
             Runtime::Running { sock: None, .. } => {}
-            Runtime::Waiting(at) => timeout = Some(at.saturating_duration_since(Instant::now())),
+            Runtime::Waiting(at) => due = Some(due.map_or(*at, |net| net.min(*at))),
             Runtime::Resting => fds.push(PollFd::new(&self.listen, PollFlags::IN)),
         }
-        let timeout = timeout.and_then(|t| rustix::event::Timespec::try_from(t).ok());
+        let timeout = due
+            .map(|at| at.saturating_duration_since(Instant::now()))
+            .and_then(|t| rustix::event::Timespec::try_from(t).ok());
         match rustix::event::poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e.into()),
@@ -277,6 +285,7 @@ impl Keeper {
                     *ready = true;
                 }
             }
+            ToKeeper::Net => self.net.want(&self.options),
             ToKeeper::Restart => self.next = Next::Restart,
             ToKeeper::Rest => self.next = Next::Rest,
             ToKeeper::Stop => self.next = Next::Stop,
@@ -328,7 +337,7 @@ impl Keeper {
                 if self.runtime_ended(ending.code, ending.signal) {
                     return Ok(true);
                 }
-            } else {
+            } else if !self.net.ended(ending.pid, ending.code, ending.signal) {
                 let fallen = Fallen::new(&ending, util::monotonic_ns());
                 self.store.ended(ending.pid, fallen);
             }
@@ -472,6 +481,7 @@ fn say(
         let end = ToRuntime::End {
             instance: instance.to_owned(),
             nofile,
+            net: true,
         };
         kproto::send(sock, &end, &[], true)?;
         *listing = None;

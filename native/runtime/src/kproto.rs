@@ -43,6 +43,8 @@ pub enum ToKeeper {
     List,
     /// Recovered and at work: from now on a death is not one "at once".
     Ready,
+    /// The process for sandboxes' connections is to run from now on. Only to a keeper that says it knows of it.
+    Net,
     /// The runtime is about to end and wants to be started again at once, from the disk.
     Restart,
     /// The runtime is about to end; the next client starts it again.
@@ -95,6 +97,9 @@ pub enum ToRuntime {
         instance: String,
         /// The keeper's descriptor limit.
         nofile: u64,
+        /// It starts the process for connections. A keeper of an earlier version does not say so.
+        #[serde(default)]
+        net: bool,
     },
     /// The process of an entry ended after it had fallen to the keeper.
     Exit { key: String, ending: Fallen },

@@ -7,6 +7,7 @@ mod keeper;
 mod kproto;
 mod log;
 mod marks;
+mod netchild;
 mod outframe;
 mod proto;
 mod real;
@@ -23,6 +24,9 @@ use std::sync::Arc;
 
 use args::{Options, USAGE};
 use backend::Backend;
+
+/// Its memory is bounded, and sandboxes of a whole node hang on it.
+const NET_OOM_SCORE_ADJ: i32 = -900;
 
 fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -114,7 +118,14 @@ fn background(options: &Options) -> io::Result<()> {
 /// The process that serves the connections of steered sandboxes.
 fn net(args: &[OsString]) -> Option<io::Result<()>> {
     let words: Option<Vec<&str>> = args.iter().map(|arg| arg.to_str()).collect();
-    dsec_net::program::run(&words?)
+    let words = words?;
+    if words.contains(&"--with-parent") {
+        // The keeper's is that of who is killed last.
+        if let Err(e) = util::shield_from_oom(NET_OOM_SCORE_ADJ) {
+            info!("oom_score_adj.refused", error = e);
+        }
+    }
+    dsec_net::program::run(&words)
 }
 
 fn serve(args: &[OsString]) -> io::Result<()> {

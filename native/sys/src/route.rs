@@ -26,6 +26,23 @@ pub fn everything_local() -> io::Result<()> {
     Ok(())
 }
 
+/// Takes those routes away again; whether there were any.
+pub fn nothing_local() -> io::Result<bool> {
+    let socket = netlink()?;
+    let mut any = false;
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        match change(&socket, family as u8, libc::RTM_DELROUTE, 0) {
+            Ok(()) => any = true,
+            Err(error) => match error.raw_os_error() {
+                Some(libc::ESRCH) => {}
+                Some(libc::EOPNOTSUPP | libc::EAFNOSUPPORT) if family == libc::AF_INET6 => {}
+                _ => return Err(error),
+            },
+        }
+    }
+    Ok(any)
+}
+
 fn netlink() -> io::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
     // SAFETY: plain integers; the new descriptor is ours.
@@ -53,11 +70,16 @@ struct Request {
 }
 
 fn local_default(socket: &OwnedFd, family: u8) -> io::Result<()> {
-    let flags = libc::NLM_F_REQUEST | libc::NLM_F_ACK | libc::NLM_F_CREATE | libc::NLM_F_EXCL;
+    let new = libc::NLM_F_CREATE | libc::NLM_F_EXCL;
+    change(socket, family, libc::RTM_NEWROUTE, new)
+}
+
+fn change(socket: &OwnedFd, family: u8, what: u16, flags: i32) -> io::Result<()> {
+    let flags = libc::NLM_F_REQUEST | libc::NLM_F_ACK | flags;
     let request = Request {
         head: libc::nlmsghdr {
             nlmsg_len: std::mem::size_of::<Request>() as u32,
-            nlmsg_type: libc::RTM_NEWROUTE,
+            nlmsg_type: what,
             nlmsg_flags: flags as u16,
             nlmsg_seq: 1,
             nlmsg_pid: 0,

@@ -101,6 +101,7 @@ class Probe(msgspec.Struct, frozen=True):
     overlay: str | None = None
     idmap: dict[str, bool] = {}
     upper: tuple[str, ...] = ()
+    network: str | None = None
     reasons: dict[str, str] = {}
 
 

@@ -24,7 +24,8 @@ INSIDE = {
     "contract": ("tests/contract/test_container.py",),
     "root": (
         "tests/root/runtime/test_answers.py", "tests/root/runtime/test_deaths.py", "tests/root/runtime/test_limits.py",
-        "tests/root/runtime/test_lost_disk.py", "tests/root/runtime/test_refusals.py",
+        "tests/root/runtime/test_lost_disk.py", "tests/root/runtime/test_network.py",
+        "tests/root/runtime/test_refusals.py",
         "tests/root/runtime/test_stops.py", "tests/root/runtime/test_sweep.py",
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
         "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",

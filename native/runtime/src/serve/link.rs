@@ -22,6 +22,8 @@ pub struct Held {
 pub struct Inventory {
     pub instance: String,
     pub nofile: u64,
+    /// The keeper starts the process for connections.
+    pub net: bool,
     pub items: Vec<(String, Held)>,
 }
 
@@ -87,12 +89,18 @@ impl Link {
         loop {
             match kproto::recv::<ToRuntime>(&self.sock, &mut buf, false)? {
                 Received::Msg {
-                    msg: ToRuntime::End { instance, nofile },
+                    msg:
+                        ToRuntime::End {
+                            instance,
+                            nofile,
+                            net,
+                        },
                     ..
                 } => {
                     return Ok(Inventory {
                         instance,
                         nofile,
+                        net,
                         items,
                     });
                 }

@@ -13,6 +13,7 @@ mod launching;
 mod link;
 mod making;
 mod moving;
+mod network;
 mod ops;
 mod pool;
 mod recover;
@@ -48,6 +49,7 @@ use crate::{info, warning};
 use client::Client;
 use files::Helper;
 use link::Link;
+use network::Network;
 use pool::{Pool, Results};
 use run::Run;
 use sandbox::Sandbox;
@@ -62,6 +64,8 @@ const INSPECTORS: usize = 2;
 /// Threads that move output to the disk and back. A disk that answers nobody stops them, and those whose output waits
 /// for it.
 const SPOOLERS: usize = 2;
+/// Who waits for the process for connections: it may hang, and nothing else may wait for that.
+const STEERERS: usize = 2;
 /// Events taken at once.
 const EVENTS: usize = 256;
 /// After a failed accept (descriptors ran out) the listening socket rests this long.
@@ -187,6 +191,7 @@ enum Timer {
 struct Server {
     backend: Arc<dyn Backend>,
     link: Arc<Link>,
+    network: Arc<Network>,
     records: Records,
     epoll: Arc<OwnedFd>,
     listen: OwnedFd,
@@ -195,6 +200,7 @@ struct Server {
     launchers: Pool,
     inspectors: Pool,
     spoolers: Pool,
+    steerers: Pool,
     /// Where output on the disk is.
     spool_dir: Arc<PathBuf>,
     instance: String,
@@ -251,16 +257,20 @@ pub fn run(options: Options) -> io::Result<()> {
     );
     let backend = crate::open_backend(&options)?;
     let results = Results::new()?;
+    let link = Arc::new(link);
+    let network = Network::new(options.net_socket(), Arc::clone(&link), inventory.net);
     let mut server = Server {
         records: Records::open(&options.run_dir)?,
         backend,
-        link: Arc::new(link),
+        link,
+        network: Arc::new(network),
         epoll: Arc::new(epoll::create(CreateFlags::CLOEXEC)?),
         listen,
         workers: Pool::new("work", WORKERS, &results)?,
         launchers: Pool::new("launch", LAUNCHERS, &results)?,
         inspectors: Pool::new("inspect", INSPECTORS, &results)?,
         spoolers: Pool::new("spool", SPOOLERS, &results)?,
+        steerers: Pool::new("steer", STEERERS, &results)?,
         spool_dir: Arc::new(spool::directory(&options.state_dir)),
         results,
         instance: inventory.instance.clone(),

@@ -8,6 +8,7 @@ use dsec_launch::{LaunchError, RunPlan};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
+use super::pool::Finish;
 use super::sandbox::Phase;
 use super::start::unknown;
 use super::{Server, Timer};
@@ -165,6 +166,7 @@ impl Server {
                 let args: SandboxArgs = proto::args(body)?;
                 self.process_list(client, id, &args.sandbox)?;
             }
+            "network.steer" => self.network_steer(client, id, proto::args(body)?)?,
             "sandbox.usage" => {
                 let args: IdArgs = proto::args(body)?;
                 let place = self.running_place(self.sandbox_index(&args.id)?)?;
@@ -177,7 +179,15 @@ impl Server {
 
     fn node_op(&mut self, client: u64, id: Id, op: &str, body: &[u8]) -> Result<(), LaunchError> {
         match op {
-            "probe" => self.work(client, id, |b| Ok(b.probe())),
+            "network.start" => self.network_start(client, id),
+            "probe" => {
+                let network = Arc::clone(&self.network);
+                self.work(client, id, move |b| {
+                    let mut probe = b.probe();
+                    network.probe(&mut probe);
+                    Ok(probe)
+                });
+            }
             "layer.mount" => {
                 let args: LayerArgs = proto::args(body)?;
                 self.work(client, id, move |b| {
@@ -394,16 +404,27 @@ impl Server {
         id: Id,
         job: impl FnOnce(&dyn Backend) -> Result<T, LaunchError> + Send + 'static,
     ) {
-        let number = self.deadline(client, id, WORK_DEADLINE_NS);
         let backend = Arc::clone(&self.backend);
-        self.workers.run(move || {
-            let result = job(&*backend);
+        let job = self.answered(client, id, move || job(&*backend));
+        self.workers.run(job);
+    }
+
+    /// A job for a pool, whose request is answered with what comes of it, or that it took too long.
+    pub(super) fn answered<T: Serialize + Send + 'static>(
+        &mut self,
+        client: u64,
+        id: Id,
+        job: impl FnOnce() -> Result<T, LaunchError> + Send + 'static,
+    ) -> impl FnOnce() -> Finish + Send + 'static {
+        let number = self.deadline(client, id, WORK_DEADLINE_NS);
+        move || {
+            let result = job();
             Box::new(move |server: &mut Server| {
                 if server.deadlines.remove(&number).is_some() {
                     server.answer(client, id, result);
                 }
             })
-        });
+        }
     }
 
     /// From now on the request is answered with `deadline` unless its job takes the number out first.
