@@ -106,15 +106,18 @@ class Policy(Part, frozen=True, kw_only=True, tag_field="version", tag=1):
     phases: dict[str, Part] = {}
     phase: str | None = None
 
-    def check(self) -> Self:
-        """The policy itself when its form is right. Raises InvalidSpec naming the field, below `network`."""
+    def check(self, *, patch: bool = False) -> Self:
+        """The policy itself when its form is right. Raises InvalidSpec naming the field, below `network`.
+
+        The phase of a patch may be one of the policy that it is laid over.
+        """
         _check_part("network", self)
         if len(self.phases) > limits.NETWORK_PHASES_MAX:
             allowed = f"at most {limits.NETWORK_PHASES_MAX}"
             raise InvalidSpec.field("network.phases", f"{len(self.phases)} phases", allowed)
         for name, part in self.phases.items():
             _check_part(f"network.phases.{ids.check_name(name, 'network.phases')}", part)
-        if self.phase is not None and self.phase not in self.phases:
+        if self.phase is not None and self.phase not in self.phases and not patch:
             raise _no_such_phase("network.phase", self.phase, self.phases)
         return self
 
@@ -130,18 +133,19 @@ class Policy(Part, frozen=True, kw_only=True, tag_field="version", tag=1):
         return data
 
 
-def policy_of(network: Mapping[str, Any] | Policy) -> Policy:
+def policy_of(network: Mapping[str, Any] | Policy, *, patch: bool = False) -> Policy:
     """The policy that a caller means, its form checked. Raises InvalidSpec naming the field, `network` or below it.
 
     A mapping whose `version` is a number is a policy as plain data; any other one is the short form, which maps names
-    of mirrors to whether they may be reached (a mirror may be called `version`: then there is True or False).
+    of mirrors to whether they may be reached (a mirror may be called `version`: then there is True or False). A patch
+    may name a phase of what it is laid over.
     """
     if isinstance(network, Policy):
-        return network.check()
+        return network.check(patch=patch)
     version = network.get("version")
     if isinstance(version, int) and not isinstance(version, bool):
         try:
-            return msgspec.convert(dict(network), Policy).check()
+            return msgspec.convert(dict(network), Policy).check(patch=patch)
         except msgspec.ValidationError as error:
             raise _invalid(error, "network") from error
     if len(network) > limits.NETWORK_RULES_MAX:

@@ -18,9 +18,9 @@ def normal_rules(rules: tuple[Rule, ...], field: str) -> tuple[Rule, ...]:
     return tuple(_normal(rule, f"{field}[{index}]") for index, rule in enumerate(rules))
 
 
-def normal(policy: Policy) -> Policy:
-    """A policy with everything in one form. Raises InvalidSpec naming the field, below `network`."""
-    policy.check()
+def normal(policy: Policy, *, patch: bool = False) -> Policy:
+    """A policy, or a patch, with everything in one form. Raises InvalidSpec naming the field, below `network`."""
+    policy.check(patch=patch)
     phases = {name: _normal_part(part, f"network.phases.{name}") for name, part in sorted(policy.phases.items())}
     part = _normal_part(policy, "network")
     return msgspec.structs.replace(policy, rules=part.rules, expose=part.expose, phases=phases)
@@ -30,10 +30,10 @@ def merge(policy: Policy, patch: Policy) -> Policy:
     """The policy with a patch laid over it, in one form.
 
     Rules: those about a target that the patch names are replaced by its own. Profile, exposed ports and phase: the
-    patch's where it says one. Phases: the patch's replace those of the same name. Raises InvalidSpec, also when the
-    whole is more than a policy may have.
+    patch's where it says one; the phase may be one of the policy's. Phases: the patch's replace those of the same name.
+    Raises InvalidSpec, also when the whole is more than a policy may have.
     """
-    below, above = normal(policy), normal(patch)
+    below, above = normal(policy), normal(patch, patch=True)
     part = laid_over(below, above)
     merged = Policy(
         profile=part.profile,

@@ -69,6 +69,15 @@ def test_a_patch_that_says_nothing_changes_nothing() -> None:
     assert merge(policy, Policy(expose=())).expose == ()
 
 
+def test_a_patch_may_choose_a_phase_of_the_policy() -> None:
+    policy = Policy(phases={"setup": Part(), "agent": Part()}, phase="setup")
+    assert merge(policy, policy_of({"version": 1, "phase": "agent"}, patch=True)).phase == "agent"
+    with pytest.raises(InvalidSpec, match=r"network\.phase"):
+        policy_of({"version": 1, "phase": "agent"})
+    with pytest.raises(InvalidSpec, match=r"network\.phase"):
+        merge(policy, policy_of({"version": 1, "phase": "verify"}, patch=True))
+
+
 def test_a_patch_does_not_make_more_than_there_may_be() -> None:
     many = Policy(rules=tuple(allow(f"a{i}.org") for i in range(limits.NETWORK_RULES_MAX)))
     with pytest.raises(InvalidSpec, match="at most 256"):
