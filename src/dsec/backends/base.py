@@ -325,10 +325,80 @@ class Runtime(Protocol):
         ...
 
 
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided about a connection of a sandbox, or a question for a name; `at` in seconds since the epoch.
+
+    `kind`: `connect`, `dns`, `cut` (a new policy ended it), `dial` (allowed, and could not be made). `rule` is the id
+    of the one that decided; where none did `why` says what.
+    """
+
+    at: float
+    sandbox: str
+    kind: str
+    allow: bool
+    rule: str | None = None
+    why: str | None = None
+    name: str | None = None
+    address: str | None = None
+    port: int | None = None
+
+
+class NetworkCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a sandbox's connections: how many are open, bytes of those that ended, how often each rule decided
+    since the table came, and how often none did."""
+
+    connections: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    hits: dict[str, int] = {}
+    unmatched: int = 0
+
+
+Verdicts = Callable[[list[Verdict], dict[str, int]], None]
+
+
+class Networks(Protocol):
+    """What lets sandboxes of a backend reach something. A sandbox that it was told nothing of has loopback only.
+
+    What it is told is kept through the deaths of whatever enforces it; until it is enforced again nothing is reached.
+    """
+
+    def configure(self, *, resolvers: tuple[str, ...], own: tuple[str, ...], told: Verdicts) -> None:
+        """Of the node: where it asks for names (`ADDRESS:PORT`), and its own addresses, which are closed. Before all
+        else, and again when they change. `told` gets verdicts, and how many were dropped, by sandbox."""
+        ...
+
+    async def put(self, sandbox_id: str, table: bytes) -> None:
+        """From now on this table decides (docs/reference/network-table.md). When it returns no connection is left that
+        it denies. When it raises the one before holds. Unavailable; SandboxLost."""
+        ...
+
+    async def remove(self, sandbox_id: str) -> None:
+        """Nothing is reached any more; its connections end. Nothing to do for one that it was told nothing of."""
+        ...
+
+    async def settled(self) -> None:
+        """All that live have been put again after a restart of the agent: others are let go."""
+        ...
+
+    async def counters(self, sandbox_id: str) -> NetworkCounters | None:
+        """None: it was told nothing of it."""
+        ...
+
+    async def close(self) -> None:
+        """Let go; what is enforced stays so."""
+        ...
+
+
 class Backend(Protocol):
     """A way to run sandboxes on this node."""
 
     name: str
+
+    @property
+    def networks(self) -> Networks | None:
+        """None: its sandboxes have loopback only."""
+        ...
 
     async def probe(self) -> Capabilities:
         """What it can do here and, where it cannot, why. Cheap, without side effects, never raises."""

@@ -23,6 +23,7 @@ from dsec.backends.base import (
     Guest,
     Handle,
     Inside,
+    Networks,
     ProcessInfo,
     ProgramStatus,
     RunPlan,
@@ -416,6 +417,7 @@ class FakeBackend:
     def __init__(self, world: World | None = None, *, name: str = "fake", clock: Clock | None = None) -> None:
         self.name = name
         self.world = world or World(clock=clock)
+        self.networks: Networks | None = None  # its sandboxes have nothing to reach
 
     async def probe(self) -> Capabilities:
         try:
@@ -425,6 +427,7 @@ class FakeBackend:
         features = {
             name: Capability(available=True, mechanism="memory") for name in ("run", "stream", "attach", "survey")
         }
+        features["loopback"] = Capability(available=True, mechanism="nothing is reached from it")
         features["isolation"] = Capability(available=False, reason="nothing real runs in it")
         return Capabilities(backend=self.name, available=True, features=features)
 

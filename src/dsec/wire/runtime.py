@@ -118,6 +118,14 @@ class RuntimeClient:
         args = v.StopArgs(sandbox_id, round(grace_s * 1000))
         return await self._call(ops.STOP, args, sandbox_id, deadline_s=grace_s + 2 * MARGIN_S)
 
+    async def network_start(self) -> None:
+        """The process for sandboxes' connections runs, and listens."""
+        await self._call(ops.NETWORK_START, _NOTHING)
+
+    async def network_steer(self, sandbox_id: str) -> None:
+        """Give a sandbox to the process for connections, closed. Not one that it has already: LaunchFailed."""
+        await self._call(ops.NETWORK_STEER, v.IdArgs(sandbox_id), sandbox_id)
+
     async def usage(self, sandbox_id: str) -> v.SandboxUsage:
         """What a sandbox uses now."""
         return await self._call(ops.USAGE, v.IdArgs(sandbox_id), sandbox_id)

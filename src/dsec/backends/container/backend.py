@@ -11,6 +11,7 @@ from dsec.backends.base import Exit, Guest, Handle, LayerMount, StartPlan
 from dsec.backends.container import plans
 from dsec.backends.container.endings import Endings, known
 from dsec.backends.container.guest import ContainerGuest, lost
+from dsec.backends.container.network import ContainerNetworks
 from dsec.model import failpoint
 from dsec.model.errors import Conflict, DeadlineExceeded, DsecError, NotFound, SandboxLost, Unavailable
 from dsec.model.states import Capabilities, Usage
@@ -78,6 +79,7 @@ class ContainerBackend:
 
     def __init__(self, run_dir: Path, *, revive: Callable[[], Awaitable[None]] | None = None) -> None:
         self.client = RuntimeClient(run_dir / "runtime.sock", revive=revive)
+        self.networks = ContainerNetworks(self.client, run_dir / "net.sock")
         self._endings = Endings(self.client)
         # Digests known to be mounted, of the keeper with this instance: asking again for each start costs a round trip.
         self._mounted: set[str] = set()
@@ -134,6 +136,7 @@ class ContainerBackend:
         if self._undoing:
             await asyncio.wait(self._undoing)
         self._endings.close()
+        await self.networks.close()
         await self.client.close()
 
     async def mounted_layers(self) -> list[LayerMount]:
