@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +29,9 @@ _STARTED: Final = ".started"
 _ENDED: Final = ".ended"
 
 _COLUMNS: Final = (
-    "e.seq, e.at, e.kind, s.state, s.step, s.subject, s.command, s.response, s.spool FROM events AS e "
-    "LEFT JOIN steps AS s ON s.scope = e.sandbox AND s.key = e.key AND e.key <> ''"
+    "e.seq, e.at, e.kind, s.state, s.step, s.subject, s.command, s.response, s.spool, v.detail "
+    "FROM events AS e LEFT JOIN steps AS s ON s.scope = e.sandbox AND s.key = e.key AND e.key <> '' "
+    "LEFT JOIN verdicts AS v ON v.sandbox = e.sandbox AND v.seq = e.seq AND e.kind = 'verdict'"
 )
 _AFTER: Final = f"SELECT {_COLUMNS} WHERE e.sandbox = ? AND e.seq > ? ORDER BY e.seq LIMIT {PAGE}"
 _ADD: Final = (
@@ -52,6 +53,7 @@ class _Ended(msgspec.Struct):
 
 _decode_ended = msgspec.msgpack.Decoder(_Ended).decode
 _decode_error = msgspec.msgpack.Decoder(WireError).decode
+_decode_detail = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _decode_info = msgspec.msgpack.Decoder(SandboxInfo).decode
 
 
@@ -102,11 +104,7 @@ class Events:
             events = await asyncio.to_thread(lambda: [_event(row, info, spool) for row in rows])
         else:
             events = [_event(row, info, spool) for row in rows]
-        lacking = events[0].seq - since - 1
-        if lacking:
-            note = Event(seq=events[0].seq - 1, at=events[0].at, kind="missed", detail={"count": lacking})
-            events.insert(0, note)
-        return events
+        return list(_with_gaps(events, since))
 
     def _info(self, id_: str) -> SandboxInfo | None:
         box = self._core.boxes.get(id_)
@@ -116,12 +114,24 @@ class Events:
         return read_row(rows[0]).info if rows else None
 
 
+def _with_gaps(events: Iterable[Event], since: int) -> Iterator[Event]:
+    """What is not kept any more is told of: the oldest, and verdicts between others."""
+    for event in events:
+        lacking = event.seq - since - 1
+        if lacking:
+            yield Event(seq=event.seq - 1, at=event.at, kind="missed", detail={"count": lacking})
+        since = event.seq
+        yield event
+
+
 def _event(row: tuple[Any, ...], info: SandboxInfo | None, spool: Path) -> Event:
-    seq, at, kind, state, step, subject, command, response, spooled = row
+    seq, at, kind, state, step, subject, command, response, spooled, verdict = row
     if kind == "created":
         return _created(seq, info)
     if kind == "ended":
         return Event(seq=seq, at=at, kind=kind, detail=_end_of(info))
+    if verdict is not None:
+        return Event(seq=seq, at=at, kind=kind, detail=_decode_detail(verdict))
     event = Event(seq=seq, at=at, kind=kind, step=step or None, process_id=subject or None, command=command or None)
     if state is None or state == BEGUN or kind.endswith(_STARTED):
         return event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-VERSION = 6
+VERSION = 7
 
 # The i-th entry takes a database from version i to i + 1. Entries are never changed once released, only added.
 _MIGRATIONS: tuple[str, ...] = (
@@ -117,6 +117,30 @@ _MIGRATIONS: tuple[str, ...] = (
     END;
     CREATE TRIGGER exposures_ended AFTER INSERT ON sandboxes WHEN NEW.ended_at IS NOT NULL BEGIN
         DELETE FROM exposures WHERE sandbox = NEW.id;
+    END;
+    """,
+    # Verdicts have a bound of their own: whoever makes many must not push out what else happened. `500`:
+    # VERDICTS_KEEP_MAX as it was.
+    """
+    CREATE TABLE verdicts (
+        sandbox TEXT NOT NULL,
+        seq INTEGER NOT NULL,
+        number INTEGER NOT NULL,
+        detail BLOB NOT NULL,
+        PRIMARY KEY (sandbox, seq)
+    ) WITHOUT ROWID;
+    CREATE TRIGGER verdicts_bound AFTER INSERT ON verdicts WHEN NEW.number > 500 AND NEW.number % 32 = 0 BEGIN
+        DELETE FROM events WHERE sandbox = NEW.sandbox
+            AND seq IN (SELECT seq FROM verdicts WHERE sandbox = NEW.sandbox AND number <= NEW.number - 500);
+    END;
+    CREATE TRIGGER verdict_gone AFTER DELETE ON events WHEN OLD.kind = 'verdict' BEGIN
+        DELETE FROM verdicts WHERE sandbox = OLD.sandbox AND seq = OLD.seq;
+    END;
+    DROP TRIGGER events_bound;
+    CREATE TRIGGER events_bound AFTER INSERT ON events WHEN NEW.seq > 1000 AND NEW.seq % 64 = 0 BEGIN
+        DELETE FROM events WHERE sandbox = NEW.sandbox AND kind <> 'verdict' AND seq <= (
+            SELECT seq FROM events WHERE sandbox = NEW.sandbox AND kind <> 'verdict'
+            ORDER BY seq DESC LIMIT 1 OFFSET 1000);
     END;
     """,
 )
