@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from dsec.model.events import Event
     from dsec.model.files import DiffReport, Entry, FileChange, FileEvent, FileState, TreeReport, Written
+    from dsec.model.network import NetworkReport, NetworkRow, Part, Policy, Rule
     from dsec.model.ports import Exposed
     from dsec.model.processes import Program, Terminal
     from dsec.model.specs import Spec
@@ -121,6 +122,8 @@ __all__ = [
     "LaunchFailed",
     "LayerInfo",
     "Line",
+    "NetworkReport",
+    "NetworkRow",
     "NoCapacity",
     "NoSpace",
     "NodeDiskFull",
@@ -128,7 +131,9 @@ __all__ = [
     "NodeInfo",
     "NodeUnreachable",
     "NotFound",
+    "Part",
     "PermissionDenied",
+    "Policy",
     "Process",
     "ProcessInfo",
     "ProcessList",
@@ -138,6 +143,7 @@ __all__ = [
     "QuotaExceeded",
     "RateLimited",
     "Rejected",
+    "Rule",
     "RunResult",
     "Sandbox",
     "SandboxInfo",
@@ -162,6 +168,7 @@ __all__ = [
 _HOMES = {
     "dsec.model.events": ("Event",),
     "dsec.model.files": ("DiffReport", "Entry", "FileChange", "FileEvent", "FileState", "TreeReport", "Written"),
+    "dsec.model.network": ("NetworkReport", "NetworkRow", "Part", "Policy", "Rule"),
     "dsec.model.ports": ("Exposed",),
     "dsec.model.processes": ("Program", "Terminal"),
     "dsec.model.specs": ("Spec",),

@@ -23,8 +23,10 @@ BASE = "debian:12"
 class Home:
     """A machine of the test's own, in which the dsec command is used."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, before: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> None:
         self.place = place
+        self.options = options  # of the agent
+        self.before = before  # words of a command that starts each of its own
         self.env = {
             **os.environ,
             "DSEC_URL": "",
@@ -37,7 +39,8 @@ class Home:
 
     def dsec(self, *args: str, stdin: bytes = b"", code: int | None = 0) -> bytes:
         """What the command prints; its exit code must be the given one."""
-        done = subprocess.run([*COMMAND, *args], env=self.env, input=stdin, capture_output=True, check=False)
+        line = [*self.before, *COMMAND, *args]
+        done = subprocess.run(line, env=self.env, input=stdin, capture_output=True, check=False)
         assert code is None or done.returncode == code, (args, done)
         return done.stdout
 
@@ -51,6 +54,10 @@ class Home:
         """The command's exit code, whatever it is."""
         return subprocess.run([*COMMAND, *args], env=self.env, capture_output=True, check=False).returncode
 
+    def up(self) -> None:
+        """Have the node started."""
+        self.dsec("up", *(("--", *self.options) if self.options else ()))
+
     def agent(self) -> int:
         """The agent's pid."""
         return int((self.place.run_dir / "agent.pid").read_text())
@@ -61,17 +68,22 @@ class Home:
 
 
 @contextlib.contextmanager
-def standing(state_dir: Path | None = None) -> Iterator[Home]:
-    """A node that is up, with its state in a given place; afterwards everything of it is gone."""
+def standing(
+    state_dir: Path | None = None, *, before: tuple[str, ...] = (), up: tuple[str, ...] = ()
+) -> Iterator[Home]:
+    """A node that is up, with its state in a given place; afterwards everything of it is gone.
+
+    `before`: words that start each command; `up`: options of the agent.
+    """
     cache = Path(os.environ.get("DSEC_CACHE") or "/var/cache/dsec")
     if not (cache / "layers" / "catalog.sqlite").exists():
         pytest.skip(f"no layer {BASE} in {cache} (scripts/setup makes it)")
     with own_place() as own:
         place = own if state_dir is None else Place(own.run_dir, state_dir, own.cgroup)
-        made = Home(place)
+        made = Home(place, before, up)
         line = ["-m", "dsec.images", "--store", str(place.state_dir), "import", f"store:{cache}#{BASE}", BASE]
         subprocess.run([sys.executable, *line], check=True, stdout=subprocess.DEVNULL)
-        made.dsec("up")
+        made.up()
         yield made
         made.dsec("down", "--stop-all", code=None)
 

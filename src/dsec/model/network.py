@@ -133,6 +133,51 @@ class Policy(Part, frozen=True, kw_only=True, tag_field="version", tag=1):
         return data
 
 
+class NetworkRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rule that holds for a sandbox. `source` is whose it is: floor, own, profile (with its name), default.
+
+    `mechanisms` enforce it here. `shadowed_by`: the rule before it that denies all that it allows. `hits`: how often it
+    decided about a connection or a name since the policy last changed.
+    """
+
+    id: str
+    source: str
+    text: str
+    mechanisms: tuple[str, ...] = ()
+    missing: str | None = None
+    reason: str | None = None
+    shadowed_by: str | None = None
+    hits: int = 0
+
+
+class NetworkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sandbox may reach, rule by rule in the order in which they decide, and what came of it.
+
+    `steered`: its connections are decided about; before its first rule that allows something it has loopback only.
+    `reason`: why there are no numbers. `generation` grows with each change. Bytes are those of connections that ended.
+    """
+
+    network: Network
+    phase: str | None = None
+    steered: bool = False
+    reason: str | None = None
+    generation: int = 0
+    connections: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rules: tuple[NetworkRow, ...] = ()
+
+
+def plain(network: Mapping[str, Any] | Policy) -> Network:
+    """As it is sent."""
+    if isinstance(network, Policy):
+        return network.document()
+    if not isinstance(network, Mapping):
+        text = f"network is of the type {type(network).__name__}; allowed: a dict, as {{'pypi': True}}, or a dsec.Policy"
+        raise InvalidSpec(text, detail={"field": "network"})
+    return dict(network)
+
+
 def policy_of(network: Mapping[str, Any] | Policy, *, patch: bool = False) -> Policy:
     """The policy that a caller means, its form checked. Raises InvalidSpec naming the field, `network` or below it.
 
@@ -156,27 +201,6 @@ def policy_of(network: Mapping[str, Any] | Policy, *, patch: bool = False) -> Po
         ids.check_name(name, "network")
     rules = (Rule(action="allow" if yes else "deny", mirror=name) for name, yes in network.items())
     return Policy(rules=tuple(rules)).check()
-
-
-def patched(network: Mapping[str, Any], changes: Mapping[str, Any]) -> Network:
-    """The short form with some entries changed. Raises InvalidSpec when either is a policy: who knows the normal forms
-    of its rules has to merge those (`dsec.policy.merge`).
-    """
-    if not all(isinstance(value, bool) for value in (*network.values(), *changes.values())):
-        raise InvalidSpec.field("network", dict(changes), "names of mirrors, True or False; a policy is replaced whole")
-    return {**network, **changes}
-
-
-def opened(network: Mapping[str, Any]) -> list[str]:
-    """What a checked policy would open in any of its phases, in order and for messages; empty: nothing at all."""
-    policy = policy_of(network)
-    found: set[str] = set()
-    for part in (policy, *policy.phases.values()):
-        found.update(rule.target[1] for rule in part.rules if rule.action == "allow")
-        found.update(f"port {port}" for port in part.expose or ())
-        if part.profile is not None:
-            found.add(f"profile {part.profile}")
-    return sorted(found)
 
 
 def port_ranges(ports: tuple[int | str, ...], field: str) -> Ports:

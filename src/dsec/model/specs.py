@@ -12,7 +12,7 @@ import msgspec
 from dsec.model import ids, limits
 from dsec.model.convert import Checked, convert
 from dsec.model.errors import InvalidSpec
-from dsec.model.network import Network, policy_of
+from dsec.model.network import Network, Policy, policy_of
 
 Backend = Literal["container", "microvm", "vm", "fncall"]
 OnIdle = Literal["stop", "pause"]
@@ -36,8 +36,8 @@ class Spec(
     Exactly one of `image`, `base`, `environment`, `snapshot`; when none is given, the base is `debian:12`.
     `cpu`, `memory_mib`, `disk_mib` and `pids` are limits. A sandbox stops (or pauses, `on_idle`) after `idle_timeout_s`
     without a call, and always after `lifetime_s`. `network` maps names of mirrors to whether they may be reached,
-    or is a whole policy as plain data; without one a sandbox has loopback only. `wait_s` is how long to wait for room
-    on a full node.
+    or is a whole policy (`dsec.Policy`, or as plain data); without one a sandbox has loopback only. `wait_s` is how
+    long to wait for room on a full node.
     """
 
     backend: Backend = "container"
@@ -70,6 +70,8 @@ class Spec(
     @classmethod
     def build(cls, **fields: Any) -> Self:
         """A checked Spec from keyword arguments. Raises InvalidSpec naming the field that is wrong."""
+        if isinstance(network := fields.get("network"), Policy):
+            fields["network"] = network.document()
         return convert(fields, cls).check()
 
     def check(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
@@ -12,8 +12,8 @@ import msgspec
 import dsec.node.box as boxes
 from dsec.backends.base import Backend, Sink
 from dsec.model import ids, limits
-from dsec.model.errors import Conflict, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown
-from dsec.model.network import Network, policy_of
+from dsec.model.errors import Conflict, DsecError, InvalidSpec, InvalidState, NotFound, SandboxLost, Unknown
+from dsec.model.network import Network, NetworkReport, policy_of
 from dsec.model.specs import RunSpec, Spec, check_labels
 from dsec.model.states import ALIVE, Capabilities, LayerInfo, NodeInfo, SandboxInfo, Usage
 from dsec.node.admission import Admission, Gauge, Room
@@ -25,7 +25,8 @@ from dsec.node.events import Events
 from dsec.node.files import FileCalls
 from dsec.node.layers import ImportRequest, Layers
 from dsec.node.lifecycle import Lifecycle
-from dsec.node.plan import TALKED_TO, refuse_network
+from dsec.node.network import NetworkConfig, NetworkPolicies
+from dsec.node.plan import TALKED_TO
 from dsec.node.ports import Ports
 from dsec.node.programs import Programs
 from dsec.node.recovery import Recovery
@@ -92,11 +93,13 @@ class Node:
         room: Room,
         gauge: Gauge,
         clock: Clock,
+        network: NetworkConfig | None = None,
     ) -> None:
         admission = Admission(room, gauge, clock)
         self.core = Core(node=name, backends=backends, layers=layers, store=store, admission=admission, clock=clock)
-        self._lifecycle = Lifecycle(self.core)
-        self._creation = Creation(self.core, self._lifecycle)
+        self.networks = NetworkPolicies(self.core, network or NetworkConfig())
+        self._lifecycle = Lifecycle(self.core, self.networks)
+        self._creation = Creation(self.core, self._lifecycle, self.networks)
         self.files = FileCalls(self.core, self._ready)
         self.programs = Programs(self.core, self._ready)
         self.sessions = Sessions(self.core, self._ready, self.programs, self.files)
@@ -107,7 +110,9 @@ class Node:
 
     async def start(self) -> None:
         """Find again what lives here."""
-        await Recovery(self.core, self._lifecycle, self.sessions.resume).run()
+        await self.networks.start()
+        await Recovery(self.core, self._lifecycle, self.networks, self.sessions.resume).run()
+        await self.networks.settled()
         if self.core.boxes:
             await self.core.store.commit(*self.events.restarted(self.core.boxes), durable=False)
             await self.ports.start()
@@ -125,6 +130,7 @@ class Node:
         await asyncio.gather(*tasks, return_exceptions=True)
         for box in self.core.boxes.values():
             box.helpers.close()
+        self.networks.close()
         self.core.store.close()
         for backend in self.core.backends.values():
             await backend.close()
@@ -276,18 +282,46 @@ class Node:
         return decode_info(await self.core.once(box.id, check_key(key), digest, "labels", work, changes=box))
 
     async def set_network(self, ref: str, network: Network, key: str | None = None) -> SandboxInfo:
-        """Only "nothing may be reached" is possible yet; anything else is refused."""
+        """Replace what it may reach. When it returns no connection is left that is not allowed any more."""
         policy_of(network)
         box = await self._ready(ref)
-        refuse_network(network)
+        await self.networks.check(network, box.info.backend)
+        return await self._network(
+            box, key, content_hash("network", network), lambda: self.networks.replace(box, network)
+        )
+
+    async def patch_network(self, ref: str, changes: Network, key: str | None = None) -> SandboxInfo:
+        """Lay a patch over what it may reach (`dsec.policy.merge`); what stays allowed is not disturbed."""
+        policy_of(changes, patch=True)
+        box = await self._ready(ref)
+        digest = content_hash("network", ["patch", changes])
+        return await self._network(box, key, digest, lambda: self.networks.patch(box, changes))
+
+    async def _network(
+        self, box: Box, key: str | None, digest: bytes, change: Callable[[], Awaitable[None]]
+    ) -> SandboxInfo:
+        changed = False
 
         async def work() -> tuple[bytes, list[Statement]]:
+            nonlocal changed
             box.running_guest()
-            box.change(spec=msgspec.structs.replace(box.info.spec, network=dict(network)))
+            await change()
+            changed = True
             return self._touched(box)
 
-        digest = content_hash("network", network)
-        return decode_info(await self.core.once(box.id, check_key(key), digest, "network", work, changes=box))
+        try:
+            answer = await self.core.once(box.id, check_key(key), digest, "network", work, changes=box)
+        except DsecError:
+            if changed:
+                await self.networks.put_back(box)
+            raise
+        return decode_info(answer)
+
+    async def network(self, ref: str) -> NetworkReport:
+        """What it may reach, rule by rule, and what came of it."""
+        box = await self._ready(ref)
+        box.running_guest()
+        return await self.networks.report(box)
 
     def _touched(self, box: Box) -> tuple[bytes, list[Statement]]:
         self.core.became_idle(box)

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
+from dsec.linux.addresses import with_port
 from dsec.model import ids
 from dsec.model.errors import InvalidSpec
 from dsec.node.admission import RESOURCES
@@ -45,6 +46,8 @@ class NodeConfig:
     origins: tuple[str, ...] = ()
     overcommit: dict[str, float] = field(default_factory=dict)
     log_level: str = "INFO"
+    network_policy: Path | None = None
+    resolvers: tuple[str, ...] = ()
 
     @property
     def socket(self) -> Path:
@@ -116,6 +119,17 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _resolver(text: str) -> str:
+    """As the process for connections reads it: an address and a port."""
+    host, _, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "53")
+    try:
+        if not 0 < int(port) <= _PORT_MAX:
+            raise ValueError(port)
+        return with_port(host.strip("[]"), int(port))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: ADDRESS[:PORT], for example 192.0.2.53") from error
+
+
 def _factor(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
@@ -162,6 +176,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how many times what the machine has may be promised: {', '.join(RESOURCES)} (repeatable; default: "
         f"{', '.join(f'{name}={factor:g}' for name, factor in OVERCOMMIT.items())}); 1: never more than there is",
     )
+    parser.add_argument(
+        "--network-policy",
+        type=Path,
+        default=env("DSEC_NETWORK_POLICY") or None,
+        metavar="FILE",
+        help="the operator's part of what sandboxes may reach (TOML); read at the start",
+    )
+    parser.add_argument(
+        "--resolver",
+        type=_resolver,
+        action="append",
+        default=[],
+        metavar="ADDRESS[:PORT]",
+        help="where names are asked for (repeatable; default: the machine's /etc/resolv.conf)",
+    )
     parser.add_argument("--log-level", default=env("DSEC_LOG") or "INFO")
 
 
@@ -192,4 +221,6 @@ def from_namespace(given: argparse.Namespace) -> NodeConfig:
         origins=tuple(_as_sent(origin) for origin in given.origin),
         overcommit=dict(given.overcommit),
         log_level=given.log_level,
+        network_policy=given.network_policy and given.network_policy.absolute(),
+        resolvers=tuple(given.resolver),
     ).check()

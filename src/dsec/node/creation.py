@@ -31,6 +31,7 @@ from dsec.node.box import Box
 from dsec.node.core import NODE_SCOPE, Core, encode, value_of
 from dsec.node.layers import check_once, check_role, field_of, wanted, with_base
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.network import NAMESERVER, NetworkPolicies
 from dsec.node.steps import BEGUN, Answer, conflict, content_hash
 
 log = logging.getLogger("dsec.node.creation")
@@ -70,8 +71,9 @@ class _Batch:
 class Creation:
     """Makes sandboxes."""
 
-    def __init__(self, core: Core, lifecycle: Lifecycle) -> None:
+    def __init__(self, core: Core, lifecycle: Lifecycle, networks: NetworkPolicies) -> None:
         self._core = core
+        self._networks = networks
         self._lifecycle = lifecycle
         self._flying: dict[str, asyncio.Task[None]] = {}
         self._batches: dict[str, _Batch] = {}
@@ -125,6 +127,7 @@ class Creation:
 
     async def _find_or_make(self, spec: Spec, key: str, digest: bytes) -> Created:
         plans.refuse_unsupported(spec)
+        await self._networks.check(spec.network, spec.backend)
         while spec.name is not None and (there := self._core.alive(spec.name)) is not None:
             if spec.if_exists != "get":
                 raise Conflict(
@@ -157,7 +160,8 @@ class Creation:
         layers, refs = self._resolve(spec)
         sandbox_id = ids.new_sandbox_id(core.node)
         core.turn += 1
-        start = plans.start_plan(sandbox_id, spec, layers, core.online, core.turn)
+        nameserver = NAMESERVER if self._networks.names(spec.backend) else None
+        start = plans.start_plan(sandbox_id, spec, layers, core.online, core.turn, nameserver=nameserver)
         info = SandboxInfo(
             id=sandbox_id,
             node=core.node,
@@ -228,6 +232,9 @@ class Creation:
         core = self._core
         self._running(box, await core.backend(box.info.backend).start(start))
         failpoint.at("create.started")
+        # Before anything of its own runs in it.
+        await self._networks.put(box)
+        failpoint.at("create.connected")
         if box.info.spec.cwd is not None or box.info.spec.user is not None or box.settings_from:
             await _check_inside(box)
         end, files = core.steps.end(NODE_SCOPE, key, encode(Created(core.shown(box))), box.id)
@@ -260,6 +267,7 @@ class Creation:
         error = cause if isinstance(cause, DsecError) else InvalidState(f"sandbox {box.id} was not created: {cause}")
         box.change(state="stopping", end_reason="create_failed")
         try:
+            await self._networks.forget(box)
             if box.runtime is not None:
                 await box.runtime.stop()
             await self._forget(box, key)
@@ -354,6 +362,7 @@ class Creation:
         try:
             for spec in specs:
                 plans.refuse_unsupported(spec)
+                await self._networks.check(spec.network, spec.backend)
                 if spec.name is not None and (there := self._core.alive(spec.name)) is not None:
                     raise Conflict(f"a sandbox named {spec.name!r} exists: {there.id}", detail={"name": spec.name})
                 made.append(self._prepare(spec))

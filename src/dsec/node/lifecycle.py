@@ -13,6 +13,7 @@ from dsec.model.states import EndReason, SandboxInfo, State
 from dsec.node import box as boxes
 from dsec.node.box import Box
 from dsec.node.core import Core
+from dsec.node.network import NetworkPolicies
 
 log = logging.getLogger("dsec.node.lifecycle")
 
@@ -31,8 +32,9 @@ _WATCH_RETRY_S: Final = 1.0
 class Lifecycle:
     """Ends sandboxes, each exactly once, whoever asks first."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, networks: NetworkPolicies) -> None:
         self._core = core
+        self._networks = networks
         self._endings = 0
         core.due = self._due
 
@@ -67,6 +69,8 @@ class Lifecycle:
             box.change(state="stopping", end_reason=box.info.end_reason or reason)
             await self._mark(box)
             failpoint.at("stop.marked")
+            if not grace_s:  # what has time to end may need what it reaches
+                await self._networks.forget(box)
             if box.runtime is not None:  # None: its creation failed, and so did undoing it
                 await box.runtime.stop(grace_s=grace_s)
             failpoint.at("stop.ended")
@@ -124,6 +128,7 @@ class Lifecycle:
 
     async def finish(self, box: Box, state: State, exit_: Exit) -> SandboxInfo:
         """It has ended and everything is released: say so on the disk, then to everybody."""
+        await self._networks.forget(box)
         await self._landed(box)
         box.end(boxes.ended(box.info, state, exit_, self._core.clock.wall()), self._core.clock.boot())
         # A creation that was never answered frees its key.

@@ -12,7 +12,6 @@ from dsec.backends.base import LayerMount, RunPlan, StartPlan
 from dsec.model import limits
 from dsec.model.errors import Unsupported
 from dsec.model.limits import MIB
-from dsec.model.network import Network, opened
 from dsec.model.processes import How
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import LayerInfo, LayerRef
@@ -47,17 +46,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-def refuse_network(network: Network) -> None:
-    """Raises Unsupported for a policy that would open anything: no backend of this node can enforce one yet."""
-    if allowed := opened(network):
-        raise Unsupported.lacks(
-            f"network {', '.join(allowed)}", "network policy", "this node gives sandboxes loopback only"
-        )
-
-
 def refuse_unsupported(spec: Spec) -> None:
     """Raises Unsupported, naming the mechanism, for what no backend of this node can do yet."""
-    refuse_network(spec.network)
     if spec.image is not None:
         raise Unsupported.lacks(
             f"image {spec.image}",
@@ -129,7 +119,20 @@ def shm_bytes(memory_bytes: int) -> int:
     return min(limits.SHM_DEFAULT_BYTES, memory_bytes // 2)
 
 
-def start_plan(sandbox_id: str, spec: Spec, layers: Sequence[Layer], online: Sequence[int], turn: int) -> StartPlan:
+def resolv_conf(nameserver: str | None) -> bytes:
+    """/etc/resolv.conf. Where nothing may be reached, a nameserver is not reached either."""
+    return f"nameserver {nameserver}\n".encode() if nameserver else b"# No network: names are not resolved.\n"
+
+
+def start_plan(
+    sandbox_id: str,
+    spec: Spec,
+    layers: Sequence[Layer],
+    online: Sequence[int],
+    turn: int,
+    *,
+    nameserver: str | None = None,
+) -> StartPlan:
     """Everything a backend needs to start one sandbox."""
     hostname = spec.hostname or sandbox_id.rpartition("-")[2]
     base = defaults(spec, [layer.info for layer in layers])
@@ -151,7 +154,7 @@ def start_plan(sandbox_id: str, spec: Spec, layers: Sequence[Layer], online: Seq
         files={
             "/etc/hosts": hosts_file(hostname),
             "/etc/hostname": f"{hostname}\n".encode(),
-            "/etc/resolv.conf": b"# No network: names are not resolved.\n",
+            "/etc/resolv.conf": resolv_conf(nameserver),
         },
     )
 

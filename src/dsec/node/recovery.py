@@ -13,7 +13,7 @@ from typing import Final, cast, get_args
 
 from dsec.backends.base import Exit, Handle
 from dsec.model import failpoint
-from dsec.model.errors import SandboxLost, Unavailable
+from dsec.model.errors import DsecError, SandboxLost, Unavailable
 from dsec.model.limits import PROGRAMS_KEPT
 from dsec.model.states import EndReason, SandboxInfo
 from dsec.node import box as boxes
@@ -21,6 +21,7 @@ from dsec.node.admission import Need
 from dsec.node.box import SELECT, Box, Row, read_row
 from dsec.node.core import NODE_SCOPE, Core
 from dsec.node.lifecycle import Lifecycle
+from dsec.node.network import NetworkPolicies
 from dsec.node.plan import spool_mib
 from dsec.node.runs import how_of
 from dsec.node.steps import Step
@@ -34,8 +35,15 @@ _AT_ONCE: Final = 32
 class Recovery:
     """One start of a node."""
 
-    def __init__(self, core: Core, lifecycle: Lifecycle, resume_command: Callable[[Box, Step], object]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        lifecycle: Lifecycle,
+        networks: NetworkPolicies,
+        resume_command: Callable[[Box, Step], object],
+    ) -> None:
         self._core = core
+        self._networks = networks
         self._resume_command = resume_command
         self._lifecycle = lifecycle
 
@@ -143,7 +151,15 @@ class Recovery:
             await core.store.commit(*self._ends(row.info))
             core.deadlines.watch(box.id, core.clock.boot())
         else:
+            await self._connect(box)
             self._lifecycle.settle(box)
+
+    async def _connect(self, box: Box) -> None:
+        """It reaches what it may; if it cannot be told, what it could before, or nothing."""
+        try:
+            await self._networks.put(box)
+        except DsecError as error:
+            log.error("%s: its policy: %s", box.id, error)
 
     def _keep(self, box: Box) -> None:
         """The newest programs that were talked to keep their output; some before them may not have been let go."""

@@ -32,6 +32,7 @@ from dsec.node.http.bodies import Bodies
 from dsec.node.http.server import Listener, tcp_socket, unix_socket
 from dsec.node.layers import Layers
 from dsec.node.memory import GiveBack, trimmer
+from dsec.node.network import NetworkConfig, read_operator
 from dsec.node.simulated import SimulatedLayers
 from dsec.node.store import Store, write_whole
 
@@ -148,6 +149,7 @@ async def run(config: NodeConfig, ready: asyncio.Event | None = None, *, words_a
         room=machine_room(config.state_dir, config.overcommit),
         gauge=EndlessGauge() if simulated else MachineGauge(config.state_dir, clock),
         clock=clock,
+        network=NetworkConfig(operator=read_operator(config.network_policy), resolvers=config.resolvers),
     )
     give_back = GiveBack(trimmer())
     try:

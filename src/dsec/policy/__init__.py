@@ -1,13 +1,14 @@
 """What a sandbox may reach: policies, their composition, the table that is enforced. Values only."""
 
 from dsec.policy.compiler import compile_policy
-from dsec.policy.explain import Row, explain, refuse_unenforced
+from dsec.policy.explain import DENIED, Row, explain, refuse_unenforced
 from dsec.policy.merge import effective, merge, normal
 from dsec.policy.operator import Mirror, Operator, operator
 from dsec.policy.prefixes import Prefix, prefixes
 from dsec.policy.table import Artifact, Query, Table, TableRule, Verdict, decide, exposes, resolves
 
 __all__ = [
+    "DENIED",
     "Artifact",
     "Mirror",
     "Operator",

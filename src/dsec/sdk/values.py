@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from dsec.model import limits
 from dsec.model.convert import USER, check_pair
 from dsec.model.errors import CommandFailed, CreateFailed, DsecError, InvalidSpec
+from dsec.model.network import Policy
 from dsec.model.specs import RunSpec, Spec, os_bytes
 from dsec.model.states import RunResult, State
 from dsec.sdk.keywords import WrongArgument
@@ -43,7 +44,7 @@ class ManyFields(TypedDict, total=False):
     idle_timeout_s: float | None
     lifetime_s: float | None
     on_idle: Literal["stop", "pause"]
-    network: Mapping[str, Any]
+    network: Mapping[str, Any] | Policy
     qos: Literal["best_effort", "latency"]
     env: Mapping[str, str]
     cwd: Path | None

@@ -30,6 +30,7 @@ INSIDE = {
         "tests/root/test_cgroup_claim.py", "tests/root/images/test_store.py", "tests/root/test_sdk.py",
         "tests/root/runtime/test_files.py", "tests/root/test_sdk_files.py",
         "tests/root/runtime/test_dial.py", "tests/root/runtime/test_fences.py", "tests/root/runtime/test_killing.py",
+        "tests/root/test_network.py",
     ),
     "security": (
         "tests/security/test_container.py", "tests/security/test_file_helper.py", "tests/security/test_confinement.py",

@@ -15,7 +15,7 @@ from dsec.model.errors import NodeUnreachable
 from dsec.model.states import Capabilities, Capability, NodeInfo
 
 OK = Finding("node", "ok", "fine")
-NETWORK = {"network": Capability(available=False, reason="no policy")}
+NETWORK = {"network_routed": Capability(available=False, reason="no policy")}
 
 
 def code(monkeypatch: pytest.MonkeyPatch, report: Report) -> int:
@@ -33,7 +33,7 @@ def test_it_is_1_when_something_keeps_sandboxes_from_running(monkeypatch: pytest
 
 def test_what_is_missing_comes_with_advice() -> None:
     shown = doctor.render(Report((), OK, {"c": Capabilities(backend="c", available=True, features=NETWORK)}))
-    assert "missing  network" in shown and "-> nothing to mend" in shown
+    assert "missing  network_routed" in shown and "-> nothing to mend" in shown
 
 
 def test_no_node_is_a_problem_only_where_there_should_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

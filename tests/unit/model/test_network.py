@@ -9,7 +9,7 @@ import pytest
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec
-from dsec.model.network import Part, Policy, Rule, opened, patched, policy_of, port_ranges
+from dsec.model.network import Part, Policy, Rule, policy_of, port_ranges
 from dsec.model.specs import Spec
 
 RULE = {"action": "allow", "domain": "a.org"}
@@ -95,26 +95,3 @@ def test_ports_that_overlap_or_touch_are_one_range() -> None:
     assert port_ranges((90, "80-89", 85, 443, 1), "f") == ((1, 1), (80, 90), (443, 443))
     assert port_ranges((), "f") == ()
     assert port_ranges(("1-65535", 3), "f") == ((1, 65535),)
-
-
-@pytest.mark.parametrize(
-    ("network", "what"),
-    [
-        ({}, []),
-        ({"npm": False}, []),
-        ({"pypi": True, "npm": False}, ["pypi"]),
-        ({"version": 1, "rules": [{"action": "deny", "domain": "a.org"}]}, []),
-        ({"version": 1, "rules": [RULE], "expose": [80]}, ["a.org", "port 80"]),
-        ({"version": 1, "profile": "python"}, ["profile python"]),
-        ({"version": 1, "phases": {"setup": {"rules": [RULE]}, "agent": {"expose": []}}}, ["a.org"]),
-    ],
-)
-def test_what_a_policy_would_open(network: dict[str, Any], what: list[str]) -> None:
-    assert opened(network) == what
-
-
-def test_only_the_short_form_is_patched_without_its_normal_forms() -> None:
-    assert patched({"pypi": True, "npm": False}, {"npm": True}) == {"pypi": True, "npm": True}
-    for network, changes in (({"version": 1}, {"npm": True}), ({"npm": True}, {"version": 1, "rules": []})):
-        with pytest.raises(InvalidSpec, match="replaced whole"):
-            patched(network, changes)

@@ -103,7 +103,7 @@ def test_creating_with_a_key_and_finding(serve):
         ("POST", "/v1/sandboxes", {"network": {f"n{i}": False for i in range(257)}}, 400, "invalid_spec", "network"),
         ("POST", "/v1/sandboxes", {"network": {"a" * 129: False}}, 400, "invalid_spec", "network"),
         ("POST", "/v1/sandboxes", {"network": {"pypi": "yes"}}, 400, "invalid_spec", "network.pypi"),
-        ("POST", "/v1/sandboxes", {"network": {"version": 1, "profile": "p"}}, 422, "unsupported", None),
+        ("POST", "/v1/sandboxes", {"network": {"version": 1, "profile": "p"}}, 400, "invalid_spec", "network.profile"),
         ("POST", "/v1/sandboxes", {"network": {"version": 1, "rules": [{}]}}, 400, "invalid_spec", "network.rules[0]"),
         ("PUT", "/v1/sandboxes/x/network", {"version": 1, "expose": [0]}, 400, "invalid_spec", "network.expose"),
         ("POST", "/v1/sandboxes", {"snapshot": "x" * 1025}, 400, "invalid_spec", "snapshot"),

@@ -474,8 +474,12 @@ def test_labels_network_and_layers_in_use(sim):
         assert caught.value.detail["mechanism"]
         denial = {"version": 1, "rules": [{"action": "deny", "domain": "a.org"}]}
         assert (await s.node.set_network(id_, denial)).spec.network == denial
-        with pytest.raises(Unsupported):
+        with pytest.raises(InvalidSpec):
             await s.node.set_network(id_, {**denial, "profile": "p"})
+        with pytest.raises(Unsupported):
+            await s.node.patch_network(id_, {"npm": True})
+        patched = await s.node.patch_network(id_, {"npm": False})
+        assert {rule["action"] for rule in patched.spec.network["rules"]} == {"deny"}
         with pytest.raises(Conflict, match=id_) as held:
             await s.node.remove_layer("debian:12")
         assert held.value.detail["sandboxes"] == [id_]

@@ -305,7 +305,7 @@ def test_calls_of_a_sandbox(kit: Kit, serve: Serve) -> None:
         await get(sbx.extend(600))
         await get(sbx.set_labels({"a": "b"}))
         await get(sbx.set_network({"pypi": False}))
-        await get(sbx.patch_network({"pypi": False}))
+        await get(sbx.patch_network(dsec.Policy(rules=(dsec.Rule(action="deny", mirror="npm"),))))
         assert (await get(sbx.usage())).cpu_user_s == 1.5
         assert (await get(sbx.processes())).programs[0].step == 2
 
@@ -315,8 +315,7 @@ def test_calls_of_a_sandbox(kit: Kit, serve: Serve) -> None:
         ("POST", "extend", {"seconds": 600}),
         ("PUT", "labels", {"labels": {"a": "b"}}),
         ("PUT", "network", {"pypi": False}),
-        ("GET", SANDBOX_ID, None),
-        ("PUT", "network", {"npm": False, "pypi": False}),
+        ("PATCH", "network", {"version": 1, "rules": [{"action": "deny", "mirror": "npm"}]}),
         ("GET", "usage", None),
         ("GET", "processes", None),
     ]

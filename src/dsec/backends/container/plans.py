@@ -236,7 +236,10 @@ def capabilities(backend: str, probe: v.Probe) -> Capabilities:
         "cpu_limit": limit("cpu"),
         "pids_limit": limit("pids"),
         "loopback": Capability(available=True, mechanism="network namespace"),
-        "network": Capability(available=False, reason="this backend has no network policy yet: loopback only"),
+        "network_names": feature(probe.network, "network"),
+        "network_proxy": feature(probe.network, "network"),
+        "network_routed": Capability(available=False, reason="no path for udp yet: what is reached is reached by tcp"),
+        "network_expose": Capability(available=False, reason="no port of a sandbox is reached from outside yet"),
     }
     needed = ("layers", "overlay", "idmap", "disk_limit", "memory_limit", "cpu_limit", "pids_limit")
     missing = [f"{name}: {features[name].reason}" for name in needed if not features[name].available]

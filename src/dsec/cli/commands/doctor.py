@@ -23,7 +23,10 @@ MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
 # What to do about a feature that a backend is missing.
 ADVICE = {
-    "network": "nothing to mend: sandboxes have loopback only for now",
+    "network_names": "a kernel with BPF programs of type sk_lookup (5.9 or newer), and IPv6 not switched off",
+    "network_proxy": "as for network_names",
+    "network_routed": "nothing to mend: what is reached is reached by tcp for now",
+    "network_expose": "nothing to mend: ports of sandboxes are not reached from outside for now",
     "layers": "a kernel with EROFS (modprobe erofs)",
     "overlay": "a kernel with overlayfs (modprobe overlay)",
     "idmap": "a kernel with idmapped mounts of EROFS (6.1 or newer)",

@@ -75,7 +75,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{about} (default: %(default)s)")
     parser.add_argument("--wait-s", type=float, default=0.0, metavar="S", help="how long to wait for room")
-    about = "a mirror (repeatable); on: not yet; none: loopback only, the default"
+    about = "a mirror that may be reached (repeatable); none: loopback only, the default"
     parser.add_argument("--network", action="append", metavar="NAME=on|off", help=about)
     parser.add_argument("--name", help="a name for the sandbox")
     parser.add_argument("--job", help="the job it belongs to")

@@ -8,7 +8,7 @@ import msgspec
 
 from dsec.model import limits
 from dsec.model.errors import InvalidSpec, NotFound
-from dsec.model.network import Network
+from dsec.model.network import Network, NetworkReport
 from dsec.model.specs import RunSpec, Spec
 from dsec.model.states import Capabilities, LayerInfo, NodeInfo, RunResult, SandboxInfo, Usage
 from dsec.node.agent import VERSION, Node, Page, Query
@@ -191,6 +191,14 @@ async def network(node: Node, ex: Exchange, request: Network) -> None:
     await ex.reply(200, await node.set_network(ex.params[0], request, ex.key))
 
 
+async def patch_network(node: Node, ex: Exchange, request: Network) -> None:
+    await ex.reply(200, await node.patch_network(ex.params[0], request, ex.key))
+
+
+async def network_report(node: Node, ex: Exchange, _: None) -> None:
+    await ex.reply(200, await node.network(ex.params[0]))
+
+
 async def layers(node: Node, ex: Exchange, _: None) -> None:
     await ex.reply(200, LayerList(items=await node.layers()))
 
@@ -278,6 +286,16 @@ ROUTES: tuple[Route, ...] = (
         answer=SandboxInfo,
         keyed=True,
     ),
+    Route(
+        "PATCH",
+        f"{S}/{{ref}}/network",
+        patch_network,
+        "A patch laid over what it may reach",
+        body=Network,
+        answer=SandboxInfo,
+        keyed=True,
+    ),
+    Route("GET", f"{S}/{{ref}}/network", network_report, "What it may reach, rule by rule", answer=NetworkReport),
     *FILE_ROUTES,
     *INSPECTION_ROUTES,
     Route("GET", "/v1/layers", layers, "All layers", answer=LayerList),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dsec.model import limits
 from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import new_key
-from dsec.model.network import patched
+from dsec.model.network import NetworkReport, Policy, plain
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._sync.net import entered
@@ -119,15 +119,24 @@ class Sandbox(metaclass=Made):
         """Replace all its labels."""
         return self._update("PUT", "/labels", {"labels": values.label_map(labels)})
 
-    def set_network(self, network: Mapping[str, Any]) -> SandboxInfo:
-        """Replace its whole network policy. Unsupported: this node cannot enforce what is asked."""
-        return self._update("PUT", "/network", values.mapping("network", network))
+    def set_network(self, network: Mapping[str, Any] | Policy) -> SandboxInfo:
+        """Replace what it may reach: names of mirrors (`{"pypi": True}`), or a whole policy.
 
-    def patch_network(self, network: Mapping[str, bool]) -> SandboxInfo:
-        """Change the named entries of its network policy and keep the others. Of names of mirrors only."""
-        changes = values.mapping("network", network)
-        info = self.info()
-        return self.set_network(patched(info.spec.network, changes))
+        When it returns the new one holds: no connection is left that it does not allow. Unsupported: this node cannot
+        enforce all of it, and nothing was changed.
+        """
+        return self._update("PUT", "/network", plain(network))
+
+    def patch_network(self, network: Mapping[str, Any] | Policy) -> SandboxInfo:
+        """Change what it may reach by what is named here and keep the rest; what stays allowed is not disturbed.
+
+        Of a policy: rules about the same mirror, domain or range give way to these, and `phase` chooses another one.
+        """
+        return self._update("PATCH", "/network", plain(network))
+
+    def explain_network(self) -> NetworkReport:
+        """What it may reach, rule by rule, what enforces each, and how often each decided."""
+        return self._client.transport.call("GET", f"{self._path}/network", NetworkReport)
 
     def usage(self) -> Usage:
         """What it has used, and uses now. `disk_bytes` may be some 30 s behind (btrfs counts at its commits)."""
