@@ -14,11 +14,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
+import dsec
 from tests.kit.lanes import runtime_binary
 
 CLONE_NEWNET: Final = 0x40000000
 _IPV6_FREEBIND: Final = 78
 RESOLVER: Final = "20.0.0.53"
+# One request, on a connection of its own; what the server said, or nothing.
+GET = (
+    "import socket, sys\n"
+    "try:\n"
+    " s = socket.create_connection((sys.argv[1], int(sys.argv[3])), 20)\n"
+    " s.settimeout(20)\n"
+    " s.sendall(b'GET / HTTP/1.1\\r\\nHost: %s\\r\\n\\r\\n' % sys.argv[2].encode())\n"
+    " print(s.recv(4096).decode().rpartition('\\r\\n')[2].strip())\n"
+    "except OSError as e:\n"
+    " print(type(e).__name__)\n"
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Handler = Callable[[socket.socket], None]
@@ -51,6 +63,7 @@ class World:
             subprocess.run([*self.before, *line.split()], check=True)
         self.names: dict[str, list[str]] = {}
         self.asked: list[str] = []  # names, as they came to the resolver
+        self.heard: list[bytes] = []  # all that came to it
         self.taken: list[tuple[str, int]] = []  # addresses of connections that came, with the port they came to
         self._sockets: list[socket.socket] = []
 
@@ -116,6 +129,7 @@ class World:
                     question, peer = server.recvfrom(4096)
                     if not question:  # it was shut
                         return
+                    self.heard.append(question)
                     server.sendto(self._answer(question), peer)
 
         threading.Thread(target=loop, daemon=True).start()
@@ -195,3 +209,18 @@ def world() -> Iterator[World]:
             made.serve(address, 80, web(f"this is {address}\n"))
             made.serve(address, 22, echo)
         yield made
+
+
+def rule(**fields: Any) -> dict[str, Any]:
+    """What is allowed."""
+    return {"action": "allow", **fields}
+
+
+def policy(*rules: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Of these rules."""
+    return {"version": 1, "rules": list(rules), **fields}
+
+
+def get(sbx: dsec.Sandbox, name: str, host: str | None = None, port: int = 80) -> str:
+    """What a request from inside brings, to a name or an address: what the server says, or the name of an error."""
+    return sbx.run(["python3", "-c", GET, name, host or name, str(port)]).stdout.strip()

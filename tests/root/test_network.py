@@ -15,7 +15,7 @@ import pytest
 import dsec
 from tests.kit.home import BASE, Home, standing
 from tests.kit.netcontrol import Control
-from tests.kit.world import RESOLVER, World, cannot_steer, world
+from tests.kit.world import RESOLVER, World, cannot_steer, get, policy, rule, world
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(cannot_steer()), reason=cannot_steer())]
 
@@ -27,17 +27,6 @@ inside = [{ action = "allow", cidr = "10.1.0.0/16", ports = [80] }]
 [mirrors]
 ours = { hosts = ["mirror.example"], ports = [80] }
 """
-# One request, on a connection of its own; what the server said, or nothing.
-GET = (
-    "import socket, sys\n"
-    "try:\n"
-    " s = socket.create_connection((sys.argv[1], int(sys.argv[3])), 20)\n"
-    " s.settimeout(20)\n"
-    " s.sendall(b'GET / HTTP/1.1\\r\\nHost: %s\\r\\n\\r\\n' % sys.argv[2].encode())\n"
-    " print(s.recv(4096).decode().rpartition('\\r\\n')[2].strip())\n"
-    "except OSError as e:\n"
-    " print(type(e).__name__)\n"
-)
 # Says hello on a connection, and again for each line that it gets, until the connection is gone.
 TALK = (
     "import itertools, socket, sys\n"
@@ -52,20 +41,8 @@ TALK = (
 )
 
 
-def rule(**fields: Any) -> dict[str, Any]:
-    return {"action": "allow", **fields}
-
-
-def policy(*rules: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"version": 1, "rules": list(rules), **fields}
-
-
 HTTP = rule(domain="allowed.example", ports=[80])
 TALKS = rule(domain="allowed.example", ports=[22], by="address")
-
-
-def get(sbx: dsec.Sandbox, name: str, host: str | None = None, port: int = 80) -> str:
-    return sbx.run(["python3", "-c", GET, name, host or name, str(port)]).stdout.strip()
 
 
 def until(what: Callable[[], bool], seconds: float = 60.0) -> None:

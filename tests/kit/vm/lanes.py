@@ -34,6 +34,7 @@ INSIDE = {
     ),
     "security": (
         "tests/security/test_container.py", "tests/security/test_file_helper.py", "tests/security/test_confinement.py",
+        "tests/security/test_network.py",
     ),
     "adapters": (
         "tests/adapters/inspect_suite.py", "tests/adapters/mini_swe_agent_suite.py",
