@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.same_everywhere]
 COMMAND = [sys.executable, "-c", "import sys; from dsec.cli.main import main; sys.exit(main())"]
 # Controls of both sets, what reorders text (also the Arabic letter mark), what hides it, and letters.
 CHOSEN = "a\x1b]0;x\x07\x7f\x85\x9b2J\u202e\u2066\u061c\u200b\u00ad\U000e0041 \u00fc\u00db\u65e5\U0001f600"
-LINES = [["ps"], ["inspect", "text"], ["events", "text"], ["diff", "text", "/home"]]
+LINES = [["ps"], ["inspect", "text"], ["events", "text"], ["diff", "text", "/home"], ["policy", "explain", "text"]]
 AS_JSON = [["ps", "--json"], ["ps", "text", "--json"], ["inspect", "text", "--json"], ["events", "text", "--json"]]
 AS_JSON += [["diff", "text", "/home", "--json"]]
 

@@ -304,3 +304,18 @@ def test_many_verdicts_push_out_nothing_else(client: dsec.Client) -> None:
         assert [event.kind for event in told if event.kind.endswith(".ended")] == ["run.ended"] * 2
         assert sum(detail.get("count", 1) for detail in verdicts(sbx) if detail.get("about")) < 3000
         assert sum(detail.get("dropped", 0) for detail in verdicts(sbx)) > 0
+
+
+def test_the_command_explains_and_changes(client: dsec.Client, home: Home) -> None:
+    with client.create(base=BASE) as sbx:
+        assert b"loopback only" in home.dsec("policy", "explain", sbx.id)
+        home.dsec("policy", "set", sbx.id, "ours=on")
+        assert get(sbx, "mirror.example") == "this is 20.0.1.4"
+        text = home.dsec("policy", "explain", sbx.id).decode()
+        rows = {tuple(line.split()[:4]): line for line in text.splitlines()}
+        assert ("floor", "deny", "domain", "floor.example") in rows
+        assert "sk_lookup" in rows["own", "allow", "mirror", "ours"]
+        home.dsec("policy", "patch", sbx.id, "ours=off")
+        assert get(sbx, "mirror.example") == "gaierror"
+        home.dsec("policy", "set", sbx.id, "--file", "-", code=1, stdin=b'{"version": 1, "expose": [80]}')
+        assert sbx.info().spec.network == {"ours": False}

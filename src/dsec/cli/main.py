@@ -34,6 +34,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "inspect": ("sandboxes", "inspect", "everything about one sandbox"),
     "events": ("events", "events", "what happened to a sandbox, and with -f what happens"),
     "kill": ("kill", "kill", "end programs of a sandbox with all they have started, or send them a signal"),
+    "policy": ("policy", "policy", "what a sandbox may reach: explain, set, patch"),
     "stop": ("sandboxes", "stop", "stop sandboxes for good (also: rm)"),
     "rm": ("sandboxes", "stop", ""),
     "job": ("sandboxes", "job", "job stop NAME: stop all sandboxes of a job (`dsec ps --job NAME` lists them)"),
