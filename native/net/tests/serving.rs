@@ -9,22 +9,12 @@ use std::os::fd::AsFd;
 use dsec_net::dns::wire::{self, A, AAAA};
 use dsec_net::table::{Action, Check, Of};
 use kit::{
-    allow, allow_range, connect, exchange, hello, is_reset, refuses, resolve, rule, server, Node,
-    Resolver,
+    allow, allow_range, connect, exchange, hello, is_reset, passes, refuses, resolve, rule, server,
+    Node, Resolver,
 };
 
 fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
-}
-
-/// Says hello and reads it back from the server.
-fn passes(listener: &std::net::TcpListener, client: &mut TcpStream, said: &[u8]) -> TcpStream {
-    client.write_all(said).expect("written");
-    let (mut taken, _) = listener.accept().expect("taken");
-    let mut got = vec![0; said.len()];
-    taken.read_exact(&mut got).expect("read");
-    assert_eq!(got, said);
-    taken
 }
 
 #[test]

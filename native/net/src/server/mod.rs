@@ -58,6 +58,10 @@ pub struct Switches {
     pub check: bool,
     /// Answers with closed addresses are left out, and closed addresses are not dialed.
     pub closed: bool,
+    /// Only names that are allowed are asked for.
+    pub names: bool,
+    /// A new table ends the connections that it denies.
+    pub cut: bool,
 }
 
 impl Switches {
@@ -67,6 +71,8 @@ impl Switches {
         Self {
             check: !off("net.check"),
             closed: !off("net.closed"),
+            names: !off("net.names"),
+            cut: !off("net.cut"),
         }
     }
 }

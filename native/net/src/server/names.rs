@@ -145,7 +145,10 @@ impl Server {
             return;
         };
         let named = question.name.as_deref();
-        let verdict = named.map(|name| sandbox.table.resolves(name));
+        let mut verdict = named.map(|name| sandbox.table.resolves(name));
+        if let Some(verdict) = verdict.as_mut().filter(|_| !self.switches.names) {
+            verdict.allow = true;
+        }
         let (Some(name), Some(Verdict { allow: true, .. })) = (&question.name, verdict) else {
             let rule = verdict.and_then(|verdict| verdict.rule);
             let name = question.name.clone();

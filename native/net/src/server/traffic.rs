@@ -367,6 +367,9 @@ impl Server {
         let Some(sandbox) = self.sandboxes.get(key) else {
             return 0;
         };
+        if !self.switches.cut {
+            return 0;
+        }
         let all: Vec<Key> = sandbox.flows.iter().copied().collect();
         let denied = all.into_iter().filter(|flow| !self.still(*flow));
         let denied: Vec<Key> = denied.collect();

@@ -496,3 +496,13 @@ pub fn hello(host: &str) -> Vec<u8> {
     out.extend(short(message));
     out
 }
+
+/// Says hello and reads it back from the server.
+pub fn passes(listener: &TcpListener, client: &mut TcpStream, said: &[u8]) -> TcpStream {
+    client.write_all(said).expect("written");
+    let (mut taken, _) = listener.accept().expect("taken");
+    let mut got = vec![0; said.len()];
+    taken.read_exact(&mut got).expect("read");
+    assert_eq!(got, said);
+    taken
+}
