@@ -14,8 +14,8 @@ import msgspec
 from dsec import policy as policies
 from dsec.backends.base import NetworkCounters, Networks
 from dsec.linux import addresses
-from dsec.model.errors import DsecError, InvalidSpec, Unavailable
-from dsec.model.network import Network, NetworkReport, NetworkRow, policy_of
+from dsec.model.errors import DsecError, InvalidSpec, Unavailable, Unsupported
+from dsec.model.network import Network, NetworkReport, NetworkRow, Policy, policy_of
 from dsec.model.states import Capability
 from dsec.node.box import Box
 from dsec.node.core import Core
@@ -121,13 +121,19 @@ class NetworkPolicies:
     async def check(self, network: Network, backend: str) -> None:
         """Raises InvalidSpec, and Unsupported unless all of it, in each of its phases, is enforced here."""
         policy = policy_of(network)
-        operator = self._config.operator
-        if not network and not operator.default:
+        if not network and not self._config.operator.default:
             return
-        features = (await self._core.backend(backend).probe()).features
-        self._features[backend] = features
+        try:
+            self._refuse_unenforced(policy, self._features.get(backend, {}))
+        except Unsupported:
+            # What was looked at when the node started may have come since. What has gone fails when it is asked for.
+            self._features[backend] = (await self._core.backend(backend).probe()).features
+            self._refuse_unenforced(policy, self._features[backend])
+
+    def _refuse_unenforced(self, policy: Policy, features: Mapping[str, Capability]) -> None:
         for phase in dict.fromkeys((policy.phase, None, *policy.phases)):
-            policies.refuse_unenforced(policies.explain(policy.in_phase(phase), operator, features, self._own))
+            rows = policies.explain(policy.in_phase(phase), self._config.operator, features, self._own)
+            policies.refuse_unenforced(rows)
 
     def _networks(self, box: Box) -> Networks | None:
         return self._core.backend(box.info.backend).networks
