@@ -173,7 +173,9 @@ def plain(network: Mapping[str, Any] | Policy) -> Network:
     if isinstance(network, Policy):
         return network.document()
     if not isinstance(network, Mapping):
-        text = f"network is of the type {type(network).__name__}; allowed: a dict, as {{'pypi': True}}, or a dsec.Policy"
+        text = (
+            f"network is of the type {type(network).__name__}; allowed: a dict, as {{'pypi': True}}, or a dsec.Policy"
+        )
         raise InvalidSpec(text, detail={"field": "network"})
     return dict(network)
 
