@@ -127,6 +127,15 @@ def test_each_sandbox_has_an_origin_of_its_own_and_nothing_else(home: Home, sbx:
     assert status(exposed.origin, exposed.headers) == 200
 
 
+def test_beside_a_policy_for_what_goes_out(home: Home) -> None:
+    with home.client() as client, client.create(disk_mib=64, network={"pypi": True}) as made:
+        listen(made, 8000)
+        exposed = made.expose(8000)
+        assert get(exposed)["path"] == "/"
+        made.set_network({})
+        assert get(exposed)["path"] == "/"
+
+
 def test_closed_it_is_gone_with_its_connections(sbx: dsec.Sandbox) -> None:
     listen(sbx, 8000)
     exposed = sbx.expose(8000)
