@@ -134,9 +134,11 @@ impl Network {
 
     fn ask(&self, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
         let mut talk = self.talk.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = Instant::now() + DEADLINE;
         let mut answer = self.try_ask(&mut talk, body, fds);
-        if answer.is_err() {
-            // It may have died; what another one is told a second time holds as the first.
+        // It may be about to die, or have died. What another one is told a second time holds as the first.
+        while answer.is_err() && Instant::now() < end {
+            std::thread::sleep(LOOK);
             answer = self.try_ask(&mut talk, body, fds);
         }
         let refused = answer.step("network.add")?;
