@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -136,6 +137,9 @@ def test_mirrors_profiles_and_what_a_name_does_not_open(client: dsec.Client, out
         assert get(sbx, "allowed.example") == "gaierror"
 
 
+UDP = {"action": "allow", "cidr": "20.0.0.0/8", "ports": [53], "protocol": "udp"}
+
+
 @pytest.mark.parametrize(
     ("network", "error", "says"),
     [
@@ -143,8 +147,7 @@ def test_mirrors_profiles_and_what_a_name_does_not_open(client: dsec.Client, out
         (policy(profile="nosuch"), dsec.InvalidSpec, "network.profile"),
         (policy(rule(cidr="10.0.0.0/8", ports=[80])), dsec.InvalidSpec, r"network.rules\[0\]"),
         (policy(rule(cidr="20.0.0.0/8", ports=[53], protocol="udp")), dsec.Unsupported, "network_routed"),
-        (policy(expose=[8000]), dsec.Unsupported, "network_expose"),
-        (policy(phases={"later": {"expose": [8000]}}), dsec.Unsupported, "network_expose"),
+        (policy(phases={"later": {"rules": [UDP]}}), dsec.Unsupported, "network_routed"),
     ],
 )
 def test_what_is_not_enforced_is_refused(client: dsec.Client, network: Any, error: Any, says: str) -> None:
@@ -317,5 +320,7 @@ def test_the_command_explains_and_changes(client: dsec.Client, home: Home) -> No
         assert "sk_lookup" in rows["own", "allow", "mirror", "ours"]
         home.dsec("policy", "patch", sbx.id, "ours=off")
         assert get(sbx, "mirror.example") == "gaierror"
-        home.dsec("policy", "set", sbx.id, "--file", "-", code=1, stdin=b'{"version": 1, "expose": [80]}')
+        home.dsec(
+            "policy", "set", sbx.id, "--file", "-", code=1, stdin=json.dumps({"version": 1, "rules": [UDP]}).encode()
+        )
         assert sbx.info().spec.network == {"ours": False}

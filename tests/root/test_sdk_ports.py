@@ -136,6 +136,27 @@ def test_beside_a_policy_for_what_goes_out(home: Home) -> None:
         assert get(exposed)["path"] == "/"
 
 
+def test_a_policy_may_name_what_may_be_exposed(home: Home) -> None:
+    policy = dsec.Policy(expose=(8000, 8001), phases={"agent": dsec.Part(expose=(8001,))})
+    with home.client() as client, client.create(disk_mib=64, network=policy) as made:
+        listen(made, 8000)
+        listen(made, 8001)
+        first, second = made.expose(8000), made.expose(8001)
+        with pytest.raises(dsec.Denied, match="port 8002"):
+            made.expose(8002)
+        made.patch_network({"version": 1, "phase": "agent"})
+        with pytest.raises(OSError, match="refused"):
+            get(first)
+        assert made.exposed() == [second] and get(second)["path"] == "/"
+        with pytest.raises(dsec.Denied):
+            made.expose(8000)
+        os.kill(home.agent(), signal.SIGKILL)
+        home.dsec("up")
+        assert made.exposed() == [second] and get(second)["path"] == "/"
+        made.set_network({})
+        assert made.expose(8000).token != first.token
+
+
 def test_closed_it_is_gone_with_its_connections(sbx: dsec.Sandbox) -> None:
     listen(sbx, 8000)
     exposed = sbx.expose(8000)

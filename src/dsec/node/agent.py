@@ -104,7 +104,7 @@ class Node:
         self.programs = Programs(self.core, self._ready)
         self.sessions = Sessions(self.core, self._ready, self.programs, self.files)
         self.events = Events(self.core)
-        self.ports = Ports(self.core, self._ready)
+        self.ports = Ports(self.core, self._ready, self.networks.may_expose)
         self.core.gone = self.ports.ended
         self._started_at = clock.wall()
 
@@ -315,6 +315,7 @@ class Node:
             if changed:
                 await self.networks.put_back(box)
             raise
+        await self.ports.close_denied(box)
         return decode_info(answer)
 
     async def network(self, ref: str) -> NetworkReport:

@@ -135,6 +135,11 @@ class NetworkPolicies:
             rows = policies.explain(policy.in_phase(phase), self._config.operator, features, self._own)
             policies.refuse_unenforced(rows)
 
+    def may_expose(self, box: Box, port: int) -> bool:
+        """Whether its policy leaves that port to be exposed: one that names ports leaves those alone."""
+        named = policies.effective(policy_of(box.info.spec.network)).expose
+        return named is None or port in named
+
     def _networks(self, box: Box) -> Networks | None:
         return self._core.backend(box.info.backend).networks
 

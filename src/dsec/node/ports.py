@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from ipaddress import IPv4Address
 from typing import Final
 
-from dsec.model.errors import Exhausted, NodeFull, NotFound
+from dsec.model.errors import Denied, Exhausted, NodeFull, NotFound
 from dsec.model.ports import Exposed, check_port
 from dsec.node.box import Box
 from dsec.node.core import Core
@@ -51,9 +51,11 @@ class _Open:
 class Ports:
     """What is exposed of a node's sandboxes."""
 
-    def __init__(self, core: Core, ready: Callable[[str], Awaitable[Box]]) -> None:
+    def __init__(self, core: Core, ready: Callable[[str], Awaitable[Box]], may: Callable[[Box, int], bool]) -> None:
+        """`may`: whether a sandbox's policy leaves a port to be exposed."""
         self._core = core
         self._ready = ready
+        self._may = may
         self._open: dict[str, dict[int, _Open]] = {}
         self._addresses: dict[str, str] = {}  # whose an address is
         self._turn = asyncio.Lock()
@@ -62,7 +64,7 @@ class Ports:
         """Serve again what was exposed."""
         for id_, port, address, at, token in self._core.store.read(_ROWS):
             box = self._core.boxes.get(id_)
-            if box is None:
+            if box is None or not self._may(box, port):
                 continue
             try:
                 await self._serve(box, port, (address, at), token)
@@ -99,6 +101,11 @@ class Ports:
             opened = self._open.get(box.id, {})
             if port in opened:
                 return opened[port].exposed, False
+            if not self._may(box, port):
+                text = (
+                    f"port {port}: the sandbox's network policy names the ports that may be exposed, and not this one"
+                )
+                raise Denied(text, detail={"port": port}, sandbox_id=box.id)
             if len(opened) >= PORTS_MAX:
                 detail = {"resource": "exposed_ports", "limit": PORTS_MAX}
                 raise Exhausted(f"the sandbox has {PORTS_MAX} exposed ports, the most allowed", detail=detail)
@@ -128,9 +135,17 @@ class Ports:
         async with self._turn:
             if port not in self._open.get(box.id, {}):
                 raise NotFound(f"port {port} of {box.id} is not exposed", sandbox_id=box.id)
-            sql = "DELETE FROM exposures WHERE sandbox = ? AND port = ?"
-            await self._core.store.commit((sql, (box.id, port)), durable=True)
+            await self._core.store.commit(_gone(box, port), durable=True)
             self._drop(box.id, port)
+
+    async def close_denied(self, box: Box) -> None:
+        """After a change of its policy: close for good what that does not leave open."""
+        async with self._turn:
+            denied = [port for port in self._open.get(box.id, {}) if not self._may(box, port)]
+            for port in denied:
+                self._drop(box.id, port)
+            if denied:
+                await self._core.store.commit(*(_gone(box, port) for port in denied), durable=True)
 
     def _drop(self, id_: str, port: int) -> None:
         one = self._open.get(id_, {}).pop(port, None)
@@ -178,6 +193,10 @@ class Ports:
         self._open.setdefault(box.id, {})[port] = one
         self._addresses[address] = box.id
         return one
+
+
+def _gone(box: Box, port: int) -> Statement:
+    return "DELETE FROM exposures WHERE sandbox = ? AND port = ?", (box.id, port)
 
 
 def _listening(place: tuple[str, int]) -> socket.socket:

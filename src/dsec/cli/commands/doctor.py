@@ -26,7 +26,6 @@ ADVICE = {
     "network_names": "a kernel with BPF programs of type sk_lookup (5.9 or newer), and IPv6 not switched off",
     "network_proxy": "as for network_names",
     "network_routed": "nothing to mend: what is reached is reached by tcp for now",
-    "network_expose": "nothing to mend: ports of sandboxes are not reached from outside for now",
     "layers": "a kernel with EROFS (modprobe erofs)",
     "overlay": "a kernel with overlayfs (modprobe overlay)",
     "idmap": "a kernel with idmapped mounts of EROFS (6.1 or newer)",
