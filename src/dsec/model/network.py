@@ -136,8 +136,9 @@ class Policy(Part, frozen=True, kw_only=True, tag_field="version", tag=1):
 class NetworkRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rule that holds for a sandbox. `source` is whose it is: floor, own, profile (with its name), default.
 
-    `mechanisms` enforce it here. `shadowed_by`: the rule before it that denies all that it allows. `hits`: how often it
-    decided about a connection or a name since the policy last changed.
+    `mechanisms` enforce it here, unless there is a `reason`: a policy with it is refused, `missing` is the feature.
+    `shadowed_by`: the rule before it that denies all that it allows. `hits`: how often it decided about a connection or
+    a name since the policy last changed.
     """
 
     id: str

@@ -7,7 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -225,12 +225,11 @@ class NetworkPolicies:
         )
 
 
-def _row(row: policies.Row, counters: NetworkCounters) -> NetworkRow:
+def _row(row: NetworkRow, counters: NetworkCounters) -> NetworkRow:
     hits = counters.hits.get(row.id, 0)
     if row.id == policies.DENIED:
         hits += counters.unmatched
-    data: dict[str, Any] = msgspec.structs.asdict(row)
-    return NetworkRow(**data, hits=hits)
+    return msgspec.structs.replace(row, hits=hits)
 
 
 def _merged(network: Network, changes: Network) -> Network:

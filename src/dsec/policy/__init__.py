@@ -1,7 +1,7 @@
 """What a sandbox may reach: policies, their composition, the table that is enforced. Values only."""
 
 from dsec.policy.compiler import compile_policy
-from dsec.policy.explain import DENIED, Row, explain, refuse_unenforced
+from dsec.policy.explain import DENIED, explain, refuse_unenforced
 from dsec.policy.merge import effective, merge, normal
 from dsec.policy.operator import Mirror, Operator, operator
 from dsec.policy.prefixes import Prefix, prefixes
@@ -14,7 +14,6 @@ __all__ = [
     "Operator",
     "Prefix",
     "Query",
-    "Row",
     "Table",
     "TableRule",
     "Verdict",

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from dsec.model.errors import Unsupported
-from dsec.model.network import ALL_PORTS, Policy, Rule
+from dsec.model.network import ALL_PORTS, NetworkRow, Policy, Rule
 from dsec.model.states import Capability
 from dsec.policy import addresses, hosts
 from dsec.policy.compiler import levels, node_ranges, rule_id, table_rules
@@ -26,32 +26,16 @@ EXPOSE: Final = "network_expose"  # the node leads connections in
 DENIED: Final = "default/deny"  # what no rule allows
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rule. Enforced if `reason` is None, by the mechanisms named; else the policy is refused, `missing` says for
-    which feature and `reason` why. `source` is whose it is: floor, own, profile (with its name), default.
-
-    `shadowed_by`: the rule before it that denies all that it allows.
-    """
-
-    id: str
-    source: str
-    text: str
-    mechanisms: tuple[str, ...] = ()
-    missing: str | None = None
-    reason: str | None = None
-    shadowed_by: str | None = None
-
-
 def explain(
     policy: Policy, operator: Operator, features: Mapping[str, Capability], node: Iterable[str] = ()
-) -> tuple[Row, ...]:
+) -> tuple[NetworkRow, ...]:
     """The rows of a policy in its phase, in the order in which they decide, the denial of everything else last.
 
     `features` are those of the backend that is to run the sandbox. Raises InvalidSpec as `compile_policy` does.
     """
     closed = addresses.closed(node_ranges(node))
     before: list[TableRule] = []
-    rows: dict[str, Row] = {}
+    rows: dict[str, NetworkRow] = {}
     part = effective(policy)
     for level in levels(policy, operator, closed):
         source = f"profile {part.profile}" if level.where == "profile" else level.where
@@ -60,16 +44,16 @@ def explain(
         for rule in sorted(level.rules, key=lambda rule: rule.action == "allow"):
             name = rule_id(level.where, rule)
             shadow = _shadow([line for line in lines if line.id == name], before)
-            row = Row(id=name, source=source, text=_text(rule), shadowed_by=shadow)
+            row = NetworkRow(id=name, source=source, text=_text(rule), shadowed_by=shadow)
             rows.setdefault(f"{name} {row.text}", _judged(row, _needs(rule), features))
     for port in part.expose or ():
-        row = Row(id=f"own/expose/{port}", source="own", text=f"expose {port}")
+        row = NetworkRow(id=f"own/expose/{port}", source="own", text=f"expose {port}")
         rows[row.id] = _judged(row, (EXPOSE,), features)
-    rest = Row(id=DENIED, source="default", text="deny everything else")
+    rest = NetworkRow(id=DENIED, source="default", text="deny everything else")
     return (*rows.values(), _judged(rest, (CLOSED,), features))
 
 
-def refuse_unenforced(rows: Iterable[Row]) -> None:
+def refuse_unenforced(rows: Iterable[NetworkRow]) -> None:
     """Raises Unsupported, naming rule and mechanism, unless every row is enforced."""
     for row in rows:
         if row.reason is not None:
@@ -84,7 +68,7 @@ def _needs(rule: Rule) -> tuple[str, ...]:
     return (carried,) if rule.cidr is not None else (NAMES, carried)
 
 
-def _judged(row: Row, needs: tuple[str, ...], features: Mapping[str, Capability]) -> Row:
+def _judged(row: NetworkRow, needs: tuple[str, ...], features: Mapping[str, Capability]) -> NetworkRow:
     """The row with what enforces it, or with what is missing."""
     for feature in needs:
         found = features.get(feature, Capability(available=False, reason="this backend does not have it"))

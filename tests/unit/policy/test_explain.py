@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dsec.model.errors import Unsupported
-from dsec.model.network import Part, Policy, Rule, policy_of
+from dsec.model.network import NetworkRow, Part, Policy, Rule, policy_of
 from dsec.model.states import Capability
-from dsec.policy import Row, compile_policy, explain, operator, refuse_unenforced
+from dsec.policy import compile_policy, explain, operator, refuse_unenforced
 from dsec.policy.explain import CLOSED, EXPOSE, NAMES, PROXY, ROUTED
 
 HAS = {
@@ -97,7 +97,7 @@ def test_a_phase_is_explained_as_it_holds() -> None:
 
 def shadow(*rules: Rule) -> str | None:
     [row] = [row for row in explain(Policy(rules=rules), operator(TEXT), HAS) if row.id.startswith("own/allow")]
-    assert isinstance(row, Row)
+    assert isinstance(row, NetworkRow)
     return row.shadowed_by
 
 
