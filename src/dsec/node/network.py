@@ -136,9 +136,8 @@ class NetworkPolicies:
             policies.refuse_unenforced(rows)
 
     def may_expose(self, box: Box, port: int) -> bool:
-        """Whether its policy leaves that port to be exposed: one that names ports leaves those alone."""
-        named = policies.effective(policy_of(box.info.spec.network)).expose
-        return named is None or port in named
+        """Whether its policy leaves that port to be exposed."""
+        return policies.exposes(policy_of(box.info.spec.network), port)
 
     def _networks(self, box: Box) -> Networks | None:
         return self._core.backend(box.info.backend).networks

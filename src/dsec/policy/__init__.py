@@ -2,10 +2,10 @@
 
 from dsec.policy.compiler import compile_policy
 from dsec.policy.explain import DENIED, explain, refuse_unenforced
-from dsec.policy.merge import effective, merge, normal
+from dsec.policy.merge import effective, exposes, merge, normal
 from dsec.policy.operator import Mirror, Operator, operator
 from dsec.policy.prefixes import Prefix, prefixes
-from dsec.policy.table import Artifact, Query, Table, TableRule, Verdict, decide, exposes, resolves
+from dsec.policy.table import Artifact, Query, Table, TableRule, Verdict, decide, resolves
 
 __all__ = [
     "DENIED",

@@ -58,8 +58,7 @@ def compile_policy(policy: Policy, operator: Operator, node: Iterable[str] = ())
         rules += table_rules(level, operator, closed)
     if len(rules) > RULES_MAX:
         raise InvalidSpec.field("network", f"{len(rules)} rules of the table", f"at most {RULES_MAX}")
-    expose = effective(policy).expose or ()
-    return Artifact(table=Table(rules=tuple(rules)), node=tuple(map(str, own)), expose=expose)
+    return Artifact(table=Table(rules=tuple(rules)), node=tuple(map(str, own)))
 
 
 def levels(policy: Policy, operator: Operator, closed: addresses.Closed) -> list[Level]:

@@ -52,6 +52,12 @@ def effective(policy: Policy) -> Part:
     return common if whole.phase is None else laid_over(common, whole.phases[whole.phase])
 
 
+def exposes(policy: Policy, port: int) -> bool:
+    """Whether a port of the sandbox may be exposed: one of those that the policy names in its phase, or any."""
+    named = effective(policy).expose
+    return named is None or port in named
+
+
 def laid_over(below: Part, above: Part) -> Part:
     """One part laid over another; both in normal form."""
     named = {rule.target for rule in above.rules}

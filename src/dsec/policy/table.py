@@ -64,18 +64,16 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy, compiled for one node: the table, the node's own addresses that are closed with the rest, and the ports
-    of the sandbox that may be exposed."""
+    """A policy, compiled for one node: the table, and the node's own addresses that are closed with the rest."""
 
     table: Table
     node: tuple[str, ...] = ()
-    expose: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
         """`sha256:...` of everything but the generation: equal if and only if the same is decided by the same rules."""
         table = msgspec.structs.replace(self.table, generation=0)
-        return "sha256:" + hashlib.sha256(msgspec.msgpack.encode([table, self.node, self.expose])).hexdigest()
+        return "sha256:" + hashlib.sha256(msgspec.msgpack.encode([table, self.node])).hexdigest()
 
     def numbered(self, generation: int) -> Artifact:
         """The same as another generation."""
@@ -145,11 +143,6 @@ def resolves(artifact: Artifact, name: str, address: str | None = None) -> Verdi
     if first is not None:
         return Verdict(allow=False, rule=first, reason="rule")
     return Verdict(allow=False, reason="closed" if asked.closed else "no rule")
-
-
-def exposes(artifact: Artifact, port: int) -> bool:
-    """Whether a port of the sandbox may be reached from outside, through the node."""
-    return port in artifact.expose
 
 
 def minus(ports: Ports, taken: Ports) -> Ports:

@@ -353,12 +353,13 @@ def test_two_rules_that_differ_in_ports_are_one_line() -> None:
 
 
 def test_what_may_be_exposed_is_said() -> None:
-    artifact = compile_policy(Policy(expose=(8000,), phases={"agent": Part(expose=())}), operator())
-    assert exposes(artifact, 8000)
-    assert not exposes(artifact, 8001)
-    shut = compile_policy(Policy(expose=(8000,), phases={"agent": Part(expose=())}, phase="agent"), operator())
-    assert not exposes(shut, 8000)
-    assert shut.digest != artifact.digest
+    policy = Policy(expose=(8000,), phases={"agent": Part(expose=()), "more": Part(expose=(80,)), "same": Part()})
+    assert [exposes(policy, port) for port in (8000, 8001)] == [True, False]
+    assert not exposes(policy.in_phase("agent"), 8000)
+    assert exposes(policy.in_phase("same"), 8000)
+    assert [exposes(policy.in_phase("more"), port) for port in (8000, 80)] == [False, True]
+    assert exposes(Policy(), 8000)
+    assert not exposes(Policy(expose=()), 8000)
 
 
 def test_ids_are_short_enough_and_no_two_are_the_same() -> None:
