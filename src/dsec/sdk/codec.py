@@ -10,6 +10,7 @@ from dsec.model import limits
 from dsec.model.errors import DsecError, InvalidSpec, Retry, from_wire
 from dsec.model.events import Event
 from dsec.model.files import DiffReport, FileChange, FileEvent, TreeReport
+from dsec.model.ports import Exposed
 from dsec.model.states import LayerInfo, RunResult, SandboxInfo
 from dsec.sdk.http1 import Garbage
 
@@ -21,6 +22,10 @@ REPLY_MAX_BYTES: Final = 256 * limits.MIB
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Nothing(msgspec.Struct):
+    """An answer without content."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -107,6 +112,12 @@ class EventItem(msgspec.Struct):
     event: Event | None = None
     done: bool = False
     error: ErrorBody | None = None
+
+
+class ExposedPage(msgspec.Struct):
+    """Ports of a sandbox that can be reached."""
+
+    items: list[Exposed]
 
 
 class SandboxPage(msgspec.Struct):

@@ -15,7 +15,7 @@ from dsec.node.agent import Node
 from dsec.node.http import codec
 from dsec.node.http.codec import flag, number, one, path
 from dsec.node.http.exchange import Exchange
-from dsec.node.http.route import Route, S
+from dsec.node.http.route import Empty, Route, S
 from dsec.node.http.streams import until
 from dsec.node.steps import WireError
 
@@ -44,10 +44,6 @@ class WatchItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     error: WireError | None = None
 
 
-class Removed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """It is there no more."""
-
-
 async def read_file(node: Node, ex: Exchange, _: None) -> None:
     async def opened(entry: Entry) -> None:
         await ex.open(OCTETS, ((SIZE_HEADER, b"%d" % entry.size),))
@@ -72,7 +68,7 @@ async def read_file(node: Node, ex: Exchange, _: None) -> None:
 
 async def _do(node: Node, ex: Exchange, call: calls.Call[T]) -> None:
     done = await node.files.do(ex.params[0], call, user=one(ex.fields, "user"), key=ex.key)
-    await ex.reply(200, Removed() if done is None else done)
+    await ex.reply(200, Empty() if done is None else done)
 
 
 async def write_file(node: Node, ex: Exchange, _: None) -> None:
@@ -234,7 +230,7 @@ FILE_ROUTES: tuple[Route, ...] = (
         f"{_F}:remove",
         remove_file,
         "Remove a file or a tree",
-        answer=Removed,
+        answer=Empty,
         query=(_PATH, ("recursive", _FLAG), _USER),
         keyed=True,
     ),

@@ -11,17 +11,13 @@ from dsec.model.errors import InvalidSpec, Unsupported
 from dsec.model.ports import Exposed, ExposeRequest
 from dsec.node.agent import Node
 from dsec.node.http.exchange import Exchange
-from dsec.node.http.route import Route, S
+from dsec.node.http.route import Empty, Route, S
 
 
 class ExposedList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Ports of a sandbox that can be reached."""
 
     items: list[Exposed]
-
-
-class Closed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """It is closed."""
 
 
 async def expose(node: Node, ex: Exchange, request: ExposeRequest) -> None:
@@ -49,12 +45,12 @@ async def unexpose(node: Node, ex: Exchange, _: None) -> None:
     if not (text.isascii() and text.isdigit() and len(text) <= 5):
         raise InvalidSpec.field("port", text, "a number")
     await node.ports.unexpose(ex.params[0], int(text))
-    await ex.reply(200, Closed())
+    await ex.reply(200, Empty())
 
 
 _P: Final = f"{S}/{{ref}}/ports"
 PORT_ROUTES: Final = (
     Route("POST", _P, expose, "Make a port reachable", body=ExposeRequest, answer=Exposed, status=201),
     Route("GET", _P, exposed, "Ports that can be reached", answer=ExposedList),
-    Route("DELETE", f"{_P}/{{port}}", unexpose, "Close a port for good", answer=Closed, keyed=True),
+    Route("DELETE", f"{_P}/{{port}}", unexpose, "Close a port for good", answer=Empty, keyed=True),
 )

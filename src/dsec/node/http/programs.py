@@ -16,7 +16,7 @@ from dsec.node.agent import Node
 from dsec.node.http.codec import flag, number, one
 from dsec.node.http.exchange import Exchange
 from dsec.node.http.files import OCTETS
-from dsec.node.http.route import Route, S
+from dsec.node.http.route import Empty, Route, S
 from dsec.node.http.streams import until
 from dsec.node.programs import ProgramList
 from dsec.node.steps import WireError
@@ -35,10 +35,6 @@ class OutputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     result: RunResult | None = None
     program: Program | None = None
     error: WireError | None = None
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """It is done."""
 
 
 async def spawn(node: Node, ex: Exchange, spec: SpawnSpec) -> None:
@@ -72,7 +68,7 @@ def writer_of(ex: Exchange) -> str:
 
 async def resize(node: Node, ex: Exchange, size: Terminal) -> None:
     await node.programs.resize(ex.params[0], ex.params[1], size)
-    await ex.reply(200, Done())
+    await ex.reply(200, Empty())
 
 
 async def output(node: Node, ex: Exchange, _: None) -> None:
@@ -246,6 +242,6 @@ PROGRAM_ROUTES: tuple[Route, ...] = (
         query=(("offset", int), ("eof", Literal["0", "1"]), ("writer", str)),
         octets_in="application/octet-stream",
     ),
-    Route("POST", f"{P}/{{id}}/resize", resize, "Another size for its terminal", body=Terminal, answer=Done),
+    Route("POST", f"{P}/{{id}}/resize", resize, "Another size for its terminal", body=Terminal, answer=Empty),
     Route("POST", f"{P}/{{id}}/wait", wait, "Wait for its end", answer=Program, query=(("timeout_s", float),)),
 )

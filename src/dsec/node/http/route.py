@@ -6,12 +6,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from dsec.node.agent import Node
 from dsec.node.http.exchange import Exchange
 
 S: Final = "/v1/sandboxes"
 
 Handler = Callable[[Node, Exchange, Any], Awaitable[None]]
+
+
+class Empty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """It is done, and there is nothing to say."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dsec.node.http.files import FILE_ROUTES
 from dsec.node.http.inspection import INSPECTION_ROUTES
 from dsec.node.http.ports import PORT_ROUTES
 from dsec.node.http.programs import PROGRAM_ROUTES
-from dsec.node.http.route import Route, S
+from dsec.node.http.route import Empty, Route, S
 from dsec.node.http.sessions import session_routes
 from dsec.node.layers import ImportRequest
 from dsec.node.steps import WireError
@@ -94,10 +94,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     status: str
     node: str
     version: str
-
-
-class Empty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Nothing to say."""
 
 
 class LayerList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

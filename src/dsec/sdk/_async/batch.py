@@ -7,8 +7,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import msgspec
-
 from dsec.model.errors import CreateFailed, DsecError, InvalidState, NotFound, SandboxLost, Unsupported
 from dsec.model.ids import new_key
 from dsec.model.specs import Spec
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
 
 _PATH: Final = "/v1/sandboxes:batch"
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -162,7 +156,7 @@ class AsyncBatch:
             return
         # NotFound: it has ended by itself. Unsupported: this server makes them all. The stream says so.
         with suppress(NotFound, Unsupported):
-            await self._transport.call("DELETE", _PATH, _Nothing, key=self._key)
+            await self._transport.call("DELETE", _PATH, codec.Nothing, key=self._key)
         while await self._advance():
             pass
 

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-import msgspec
-
 from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, InvalidSpec, InvalidState
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
@@ -29,10 +27,6 @@ LocalPath = str | os.PathLike[str]
 # By what the kernel says of a path that nothing is at: there is no such name, something on the way is no directory, or
 # links lead in a circle.
 NOT_THERE: Final = ("ENOENT", "ENOTDIR", "ELOOP")
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -158,7 +152,7 @@ class AsyncFiles:
     async def remove(self, path: RemotePath, *, recursive: bool = False, user: User | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
         query = _query(path=_path(path), recursive=recursive, user=user)
-        await self._transport.call("POST", f"{self._path}:remove{query}", _Nothing, key=new_key())
+        await self._transport.call("POST", f"{self._path}:remove{query}", codec.Nothing, key=new_key())
 
     async def move(
         self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: User | None = None

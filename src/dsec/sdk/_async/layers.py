@@ -21,10 +21,6 @@ class _Page(msgspec.Struct):
     items: tuple[LayerInfo, ...]
 
 
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
-
-
 @explained
 class AsyncLayers:
     """`client.layers`: the read-only layers sandboxes are put together from."""
@@ -42,7 +38,7 @@ class AsyncLayers:
 
     async def remove(self, ref: str) -> None:
         """Remove a layer. Conflict: a sandbox uses it."""
-        await self._transport.call("DELETE", f"/v1/layers/{_quote(ref)}", _Nothing, key=new_key())
+        await self._transport.call("DELETE", f"/v1/layers/{_quote(ref)}", codec.Nothing, key=new_key())
 
     async def import_(
         self,

@@ -9,8 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
-import msgspec
-
 from dsec.model import limits
 from dsec.model.errors import (
     Conflict,
@@ -44,10 +42,6 @@ _EMPTY: Final = codec.encode({})
 _WAIT_S: Final = 20.0
 # Before input is offered again of which nothing was taken.
 _INPUT_PAUSE_S: Final = 0.05
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -342,7 +336,7 @@ class AsyncProcess:
     async def resize(self, rows: int, cols: int) -> None:
         """Give its terminal another size; it gets SIGWINCH."""
         body = codec.encode(programs.size(rows, cols))
-        await self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
+        await self._client.transport.call("POST", f"{self._path}/resize", codec.Nothing, body=body)
 
     async def signal(self, number: int | str) -> None:
         """Send a signal, `signal.SIGTERM`, another number or a name ("TERM"), to the program itself: of a shell's text
@@ -358,7 +352,7 @@ class AsyncProcess:
 
     async def _kill(self, body: dict[str, int]) -> None:
         data = codec.encode(body) if body else _EMPTY
-        await self._client.transport.call("POST", f"{self._path}/kill", _Nothing, body=data, key=new_key())
+        await self._client.transport.call("POST", f"{self._path}/kill", codec.Nothing, body=data, key=new_key())
 
     async def __aenter__(self) -> Self:
         return self

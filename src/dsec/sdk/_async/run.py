@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from dsec.model.errors import DsecError, NodeUnreachable
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import CommandSpec
@@ -21,10 +19,6 @@ from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.values import OnOutput
 
 _EMPTY: Final = codec.encode({})
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 class _Interrupted(Exception):
@@ -149,7 +143,7 @@ class AsyncRun:
             process = self._process or await self._find_process()
             if process is not None:
                 path = f"{self._sandbox}/processes/{codec.quote(process)}/kill"
-                await self._transport.call("POST", path, _Nothing, body=_EMPTY, key=new_key())
+                await self._transport.call("POST", path, codec.Nothing, body=_EMPTY, key=new_key())
         except (DsecError, Broken, Garbage) as failure:
             error.add_note(f"the program may still be running: killing it failed: {failure}")
             return False

@@ -12,6 +12,7 @@ from dsec.model import limits
 from dsec.model.errors import DsecError, NotFound, SandboxLost
 from dsec.model.ids import new_key
 from dsec.model.network import NetworkReport, Policy, plain
+from dsec.model.ports import Exposed, check_port
 from dsec.model.states import RunResult, SandboxInfo, State, Usage
 from dsec.sdk import codec, values
 from dsec.sdk._async.net import entered
@@ -19,7 +20,6 @@ from dsec.sdk._async.run import AsyncRun
 from dsec.sdk.keywords import Made, asked, explained
 
 if TYPE_CHECKING:
-    from dsec.model.ports import Exposed
     from dsec.sdk._async.client import AsyncClient
     from dsec.sdk._async.diff import AsyncDiff
     from dsec.sdk._async.events import AsyncEvents
@@ -232,23 +232,17 @@ class AsyncSandbox(metaclass=Made):
         the same; it is there until `unexpose`, or the sandbox's end, also over restarts of the node. Nothing need
         listen yet: until then the answer is 502. Unsupported: the node is on another machine.
         """
-        from dsec.model.ports import Exposed, check_port  # as for files
-
         body = codec.encode({"port": check_port(port)})
         return await self._client.transport.call("POST", f"{self._path}/ports", Exposed, body=body)
 
     async def exposed(self) -> list[Exposed]:
         """Its ports that can be reached from outside."""
-        from dsec.sdk.ports import ExposedPage  # as for files
-
-        return (await self._client.transport.call("GET", f"{self._path}/ports", ExposedPage)).items
+        return (await self._client.transport.call("GET", f"{self._path}/ports", codec.ExposedPage)).items
 
     async def unexpose(self, port: int) -> None:
         """Close an exposed port for good, with the connections to it. NotFound: it is not exposed."""
-        from dsec.sdk.ports import Closed, check_port  # as for files
-
         path = f"{self._path}/ports/{check_port(port)}"
-        await self._client.transport.call("DELETE", path, Closed, key=new_key())
+        await self._client.transport.call("DELETE", path, codec.Nothing, key=new_key())
 
     def events(self, since: int = 0, *, follow: bool = False) -> AsyncEvents:
         """What happened to it, the oldest first: iterate over it. Also once it has ended, as long as its node knows it.

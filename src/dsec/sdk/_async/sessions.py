@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from dsec.model.errors import DsecError, NotFound, ProgramNotStarted, SandboxLost
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import SessionSpec
@@ -18,10 +16,6 @@ from dsec.sdk.programs import SessionInfo
 
 if TYPE_CHECKING:
     from dsec.sdk._async.client import AsyncClient
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -78,7 +72,7 @@ class AsyncSession:
 
     async def close(self) -> None:
         """End it, with all it has started. Can be repeated."""
-        await self._client.transport.call("DELETE", self._path, _Nothing, key=new_key())
+        await self._client.transport.call("DELETE", self._path, codec.Nothing, key=new_key())
 
     async def __aenter__(self) -> Self:
         return self

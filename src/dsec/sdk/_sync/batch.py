@@ -9,8 +9,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import msgspec
-
 from dsec.model.errors import CreateFailed, DsecError, InvalidState, NotFound, SandboxLost, Unsupported
 from dsec.model.ids import new_key
 from dsec.model.specs import Spec
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
 
 _PATH: Final = "/v1/sandboxes:batch"
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -164,7 +158,7 @@ class Batch:
             return
         # NotFound: it has ended by itself. Unsupported: this server makes them all. The stream says so.
         with suppress(NotFound, Unsupported):
-            self._transport.call("DELETE", _PATH, _Nothing, key=self._key)
+            self._transport.call("DELETE", _PATH, codec.Nothing, key=self._key)
         while self._advance():
             pass
 

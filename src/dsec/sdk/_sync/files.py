@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-import msgspec
-
 from dsec.model.errors import DeadlineExceeded, FileError, FileNotFound, InvalidSpec, InvalidState
 from dsec.model.files import Entry, FileEvent, Listing, TreeReport, Written
 from dsec.model.ids import new_key
@@ -31,10 +29,6 @@ LocalPath = str | os.PathLike[str]
 # By what the kernel says of a path that nothing is at: there is no such name, something on the way is no directory, or
 # links lead in a circle.
 NOT_THERE: Final = ("ENOENT", "ENOTDIR", "ELOOP")
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -158,7 +152,7 @@ class Files:
     def remove(self, path: RemotePath, *, recursive: bool = False, user: User | None = None) -> None:
         """Remove a file, a link itself, or an empty directory; with `recursive` a directory and all below it."""
         query = _query(path=_path(path), recursive=recursive, user=user)
-        self._transport.call("POST", f"{self._path}:remove{query}", _Nothing, key=new_key())
+        self._transport.call("POST", f"{self._path}:remove{query}", codec.Nothing, key=new_key())
 
     def move(self, source: RemotePath, target: RemotePath, *, replace: bool = False, user: User | None = None) -> Entry:
         """Give a file or directory another place. `replace`: also where something is (not a full directory)."""

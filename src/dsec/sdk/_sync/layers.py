@@ -23,10 +23,6 @@ class _Page(msgspec.Struct):
     items: tuple[LayerInfo, ...]
 
 
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
-
-
 @explained
 class Layers:
     """`client.layers`: the read-only layers sandboxes are put together from."""
@@ -44,7 +40,7 @@ class Layers:
 
     def remove(self, ref: str) -> None:
         """Remove a layer. Conflict: a sandbox uses it."""
-        self._transport.call("DELETE", f"/v1/layers/{_quote(ref)}", _Nothing, key=new_key())
+        self._transport.call("DELETE", f"/v1/layers/{_quote(ref)}", codec.Nothing, key=new_key())
 
     def import_(
         self,

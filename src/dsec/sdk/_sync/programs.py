@@ -11,8 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
-import msgspec
-
 from dsec.model import limits
 from dsec.model.errors import (
     Conflict,
@@ -46,10 +44,6 @@ _EMPTY: Final = codec.encode({})
 _WAIT_S: Final = 20.0
 # Before input is offered again of which nothing was taken.
 _INPUT_PAUSE_S: Final = 0.05
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -344,7 +338,7 @@ class Process:
     def resize(self, rows: int, cols: int) -> None:
         """Give its terminal another size; it gets SIGWINCH."""
         body = codec.encode(programs.size(rows, cols))
-        self._client.transport.call("POST", f"{self._path}/resize", _Nothing, body=body)
+        self._client.transport.call("POST", f"{self._path}/resize", codec.Nothing, body=body)
 
     def signal(self, number: int | str) -> None:
         """Send a signal, `signal.SIGTERM`, another number or a name ("TERM"), to the program itself: of a shell's text
@@ -360,7 +354,7 @@ class Process:
 
     def _kill(self, body: dict[str, int]) -> None:
         data = codec.encode(body) if body else _EMPTY
-        self._client.transport.call("POST", f"{self._path}/kill", _Nothing, body=data, key=new_key())
+        self._client.transport.call("POST", f"{self._path}/kill", codec.Nothing, body=data, key=new_key())
 
     def __enter__(self) -> Self:
         return self

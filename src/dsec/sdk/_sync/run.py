@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from dsec.model.errors import DsecError, NodeUnreachable
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import CommandSpec
@@ -23,10 +21,6 @@ from dsec.sdk.http1 import Broken, Garbage
 from dsec.sdk.values import OnOutput
 
 _EMPTY: Final = codec.encode({})
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 class _Interrupted(Exception):
@@ -151,7 +145,7 @@ class Run:
             process = self._process or self._find_process()
             if process is not None:
                 path = f"{self._sandbox}/processes/{codec.quote(process)}/kill"
-                self._transport.call("POST", path, _Nothing, body=_EMPTY, key=new_key())
+                self._transport.call("POST", path, codec.Nothing, body=_EMPTY, key=new_key())
         except (DsecError, Broken, Garbage) as failure:
             error.add_note(f"the program may still be running: killing it failed: {failure}")
             return False

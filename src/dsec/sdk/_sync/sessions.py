@@ -7,8 +7,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from dsec.model.errors import DsecError, NotFound, ProgramNotStarted, SandboxLost
 from dsec.model.ids import check_key, new_key
 from dsec.model.processes import SessionSpec
@@ -20,10 +18,6 @@ from dsec.sdk.programs import SessionInfo
 
 if TYPE_CHECKING:
     from dsec.sdk._sync.client import Client
-
-
-class _Nothing(msgspec.Struct):
-    """An answer without content."""
 
 
 @explained
@@ -80,7 +74,7 @@ class Session:
 
     def close(self) -> None:
         """End it, with all it has started. Can be repeated."""
-        self._client.transport.call("DELETE", self._path, _Nothing, key=new_key())
+        self._client.transport.call("DELETE", self._path, codec.Nothing, key=new_key())
 
     def __enter__(self) -> Self:
         return self
