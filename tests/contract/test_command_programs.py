@@ -98,7 +98,7 @@ def test_a_signal_as_kill_takes_it(sbx: dsec.Sandbox, capsys: Said, words: list[
         (["w"], "no program of w is named: `dsec stop w` ends the sandbox"),
         (["p-abc"], "no program of p-abc is named: `dsec kill SANDBOX p-abc`"),
         (["w", "42"], "42 is a process's number"),
-        (["-s", "NOPE", "w", "p-1"], "a signal's name, as TERM or SIGTERM, or its number"),
+        (["-s", "NOPE", "w", "p-1"], "a number, such as signal.SIGTERM, or a name"),
     ],
 )
 def test_what_kill_does_not_take(agent: Agent, capsys: Said, words: list[str], told: str) -> None:

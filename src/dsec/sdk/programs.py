@@ -200,19 +200,19 @@ def stream_number(stream: object) -> int:
 
 
 # Of Linux, where the sandbox is; a caller's system may have other numbers. From 1 on.
-_SIGNAL_NAMES: Final = (
-    "HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT STOP TSTP TTIN TTOU URG "
-    "XCPU XFSZ VTALRM PROF WINCH IO PWR SYS"
-)
+SIGNALS: Final = (
+    "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE", "ALRM",
+    "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ", "VTALRM", "PROF",
+    "WINCH", "IO", "PWR", "SYS"
+)  # fmt: skip
 
 
 def signal_number(number: object) -> int:
     """A signal as the node takes it, of a number or a name."""
     # One of `signal.Signals` is a number that has a name, too.
     name = number if isinstance(number, str) else getattr(number, "name", None)
-    known = _SIGNAL_NAMES.split()
-    if isinstance(name, str) and (short := name.upper().removeprefix("SIG")) in known:
-        return known.index(short) + 1
+    if isinstance(name, str) and (short := name.upper().removeprefix("SIG")) in SIGNALS:
+        return SIGNALS.index(short) + 1
     if isinstance(number, bool) or not isinstance(number, int):
         raise InvalidSpec.field("signal", number, 'a number, such as signal.SIGTERM, or a name, as "SIGTERM" or "TERM"')
     return int(number)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING
 
 from dsec.cli.commands.common import client, is_program
 from dsec.cli.terminal import note
 from dsec.cli.words import said
 from dsec.model.errors import DsecError, InvalidSpec
+from dsec.sdk.programs import SIGNALS, signal_number
 
 if TYPE_CHECKING:
     import argparse
@@ -18,10 +18,9 @@ def kill_options(parser: argparse.ArgumentParser) -> None:
     """Options of `dsec kill`."""
     import argparse
 
-    for one in signal.Signals:  # as `kill` takes them
-        words = (f"-{one.value}", f"-{one.name}", f"-{one.name.removeprefix('SIG')}")
-        known = [word for word in words if word not in parser._option_string_actions]
-        parser.add_argument(*known, dest="signal", action="store_const", const=one.name, help=argparse.SUPPRESS)
+    for number, name in enumerate(SIGNALS, 1):  # as `kill` takes them
+        words = (f"-{number}", f"-{name}", f"-SIG{name}")
+        parser.add_argument(*words, dest="signal", action="store_const", const=name, help=argparse.SUPPRESS)
     about = "only send the program itself this signal, a name or a number (default: end it with all it has started)"
     parser.add_argument("-s", "--signal", metavar="SIGNAL", help=about)
     parser.add_argument("sandbox", help="id or name")
@@ -31,7 +30,7 @@ def kill_options(parser: argparse.ArgumentParser) -> None:
 def kill_command(args: argparse.Namespace) -> int:
     """End programs of a sandbox, or send them a signal. One that fails does not keep the others alive."""
     _check_programs(args.sandbox, args.program)
-    number = None if args.signal is None else _signal(args.signal)
+    number = None if args.signal is None else signal_number(int(args.signal) if args.signal.isdigit() else args.signal)
     sandbox = client(args).get(args.sandbox)
     failed = 0
     for ref in args.program:
@@ -62,18 +61,3 @@ def _check_programs(sandbox: str, programs: list[str]) -> None:
         if ref.isdigit():
             way = f"`dsec exec {sandbox} 'kill {ref}'` reaches any process, `dsec ps {sandbox}` says to which program"
             raise InvalidSpec(f"{ref} is a process's number, and a program has an id (p-...): {way} it belongs")
-
-
-def _signal(text: str) -> int:
-    number = int(text) if text.isdigit() else _number(text)
-    if number is None:
-        raise InvalidSpec.field("signal", text, "a signal's name, as TERM or SIGTERM, or its number")
-    return number
-
-
-def _number(name: str) -> int | None:
-    name = name.upper()
-    try:
-        return signal.Signals["SIG" + name.removeprefix("SIG")].value
-    except KeyError:
-        return None
