@@ -35,7 +35,7 @@ import ctypes, errno, os, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def attempt(name, what):
     try: print(name, what())
-    except Exception as e: print(name, type(e).__name__, e)
+    except Exception as e: print(name, type(e).__name__, e)  # whatever it is: the next is tried
 def said(address, host, family=socket.AF_INET, port=80):
     s = socket.socket(family, socket.SOCK_STREAM); s.settimeout(10)
     s.connect((address, port)); s.sendall(b"GET / HTTP/1.1\\r\\nHost: " + host.encode() + b"\\r\\n\\r\\n")

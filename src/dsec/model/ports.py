@@ -7,8 +7,8 @@ from typing import Final, Self
 import msgspec
 
 from dsec.model.errors import InvalidSpec
+from dsec.model.network import PORT_MAX
 
-PORT_MAX: Final = 65535
 # The header that says the token where Authorization is the program's own.
 TOKEN_HEADER: Final = "X-Dsec-Token"
 # Of the credentials within a URL; any will do.

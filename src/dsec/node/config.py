@@ -16,6 +16,7 @@ from typing import Final
 from dsec.linux.addresses import with_port
 from dsec.model import ids
 from dsec.model.errors import InvalidSpec
+from dsec.model.network import PORT_MAX
 from dsec.node.admission import RESOURCES
 from dsec.node.capacity import OVERCOMMIT
 
@@ -26,7 +27,6 @@ NODE: Final = "local"
 BACKENDS: Final = ("container", "fake")
 # As a browser writes it: no path, and a port only where it is not the scheme's.
 _ORIGIN: Final = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
-_PORT_MAX: Final = 65535
 # Which a browser leaves out.
 _USUAL: Final = {"http": ":80", "https": ":443"}
 
@@ -82,7 +82,7 @@ class NodeConfig:
         for origin in self.origins:
             found = _ORIGIN.fullmatch(origin)
             port = found and found["port"]
-            if found is None or (port is not None and int(port) > _PORT_MAX):
+            if found is None or (port is not None and int(port) > PORT_MAX):
                 raise InvalidSpec.field("--origin", origin, "scheme, host and port: https://sandboxes.example:8443")
         for name, factor in self.overcommit.items():
             if name not in RESOURCES or not factor > 0:
@@ -123,7 +123,7 @@ def _resolver(text: str) -> str:
     """As the process for connections reads it: an address and a port."""
     host, _, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "53")
     try:
-        if not 0 < int(port) <= _PORT_MAX:
+        if not 0 < int(port) <= PORT_MAX:
             raise ValueError(port)
         return with_port(host.strip("[]"), int(port))
     except ValueError as error:

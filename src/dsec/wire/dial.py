@@ -11,23 +11,21 @@ from typing import Final
 
 import msgspec
 
-from dsec.model.errors import DsecError, InvalidState, SandboxLost, Unavailable
-from dsec.wire import faults
+from dsec.model.errors import DsecError, InvalidState, Unavailable
+from dsec.wire import faults, frames
 from dsec.wire import values as v
 from dsec.wire.knock import connect
 
 # The runtime waits 5 s for each of the two addresses of a listener that takes nothing.
 DEADLINE_S: Final = 15.0
-_HEADER_BYTES: Final = 4
 _ANSWER_MAX_BYTES: Final = 64 * 1024
-_encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(v.Answer).decode
 
 
 async def dial(path: Path, sandbox_id: str, port: int) -> socket.socket:
     """A connected TCP socket, non-blocking, to what listens on that port of the sandbox's loopback.
 
-    Raises InvalidState: nothing listens there; SandboxLost; NotFound; Unavailable.
+    Raises InvalidState: nothing listens there; Unavailable: what listens accepts nothing; SandboxLost; NotFound.
     """
     sock = await connect(path)
     try:
@@ -65,9 +63,8 @@ class _Question:
         return found
 
     async def _one(self, number: int, op: str, args: object) -> None:
-        body = _encode(v.Request(number, op, args))
-        await self._loop.sock_sendall(self._sock, len(body).to_bytes(_HEADER_BYTES, "big") + body)
-        size = int.from_bytes(await self._exactly(_HEADER_BYTES), "big")
+        await self._loop.sock_sendall(self._sock, frames.encode(v.Request(number, op, args)))
+        size = int.from_bytes(await self._exactly(frames.HEADER_BYTES), "big")
         if size > _ANSWER_MAX_BYTES:
             raise Unavailable(f"the runtime answered with a frame of {size} bytes")
         answer = _decode(await self._exactly(size))
@@ -75,12 +72,11 @@ class _Question:
             raise self._error(answer.err, op)
 
     def _error(self, error: v.WireError, op: str) -> DsecError:
-        made = faults.translate(error, op=op, sandbox_id=self._sandbox_id)
-        if op != "dial" or "port" not in error.detail or isinstance(made, SandboxLost):
-            return made
-        # It may listen in a moment.
-        detail = {"port": self._port, "reason": error.code}
-        return InvalidState(error.message, detail=detail, retry="later", sandbox_id=self._sandbox_id)
+        kind = {"conflict": InvalidState, "deadline": Unavailable}.get(error.code) if "port" in error.detail else None
+        if kind is None:
+            return faults.translate(error, op=op, sandbox_id=self._sandbox_id)
+        # It may listen, or accept, in a moment.
+        return kind(error.message, detail={"port": self._port}, retry="later", sandbox_id=self._sandbox_id)
 
     async def _exactly(self, count: int) -> bytes:
         while len(self._data) < count:

@@ -38,14 +38,11 @@ class Verdict(msgspec.Struct, frozen=True):
     name: str | None = None
     address: str | None = None
     port: int | None = None
-    from_port: int | None = None
-    generation: int = 0
 
 
 class Counters(msgspec.Struct, frozen=True):
     """Of one sandbox; `hits` by rule since its table came."""
 
-    generation: int = 0
     connections: int = 0
     sent: int = 0
     received: int = 0
@@ -58,8 +55,6 @@ class Said(msgspec.Struct, frozen=True):
 
     id: int | None = None
     error: str | None = None
-    protocol: int | None = None
-    cut: int | None = None
     status: Counters | None = None
     sandboxes: list[str] = []
     events: list[Verdict] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsec.model.errors import InvalidSpec, InvalidState, NotFound, SandboxLost
+from dsec.model.errors import InvalidSpec, InvalidState, NodeFull, NotFound, SandboxLost, Unavailable
 from dsec.wire.dial import dial
 from tests.kit.rtclient import Client, Node, RuntimeFault
 from tests.kit.rtnode import create, needs
@@ -135,6 +135,28 @@ def test_a_full_queue_is_told_and_holds_up_nobody_else(shared: Node, box: tuple[
     for sock in (server, *made):
         sock.close()
     assert made and errors and all("accepts nothing" in str(error) for error in errors), found
+    assert {type(error) for error in errors} == {Unavailable}
+
+
+def test_only_so_many_are_under_way(shared: Node, box: tuple[Client, str]) -> None:
+    """Each is a thread; what there is no room for is told at once, and there is room again."""
+    c, name = box
+    server = inside(c, name, lambda: socket.create_server(("127.0.0.1", 8000), backlog=1))
+
+    async def dialled() -> list[Any]:
+        waves = []
+        for _ in range(6):  # of connections to the runtime there are not so many at once either
+            waves += [asyncio.ensure_future(dial(shared.socket, name, 8000)) for _ in range(50)]
+            await asyncio.sleep(0.2)
+        return await asyncio.gather(*waves, return_exceptions=True)
+
+    found = asyncio.run(dialled())
+    for sock in (server, *(one for one in found if isinstance(one, socket.socket))):
+        sock.close()
+    full = [one for one in found if isinstance(one, NodeFull)]
+    assert 0 < len(full) <= 300 - 256, found
+    with echo(c, name):
+        assert talk(shared, name) == b"127.0.0.1 hello"
 
 
 def test_the_runtime_may_die_while_it_lasts(node: Node) -> None:

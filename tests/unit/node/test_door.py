@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dsec.model.errors import InvalidState, SandboxLost
+from dsec.model.errors import InvalidState, SandboxLost, Unavailable
 from dsec.node import door
 from dsec.node.door import Door
 
@@ -18,6 +18,11 @@ TOKEN = "t0ken-of-the-port"
 BASIC = b"Authorization: Basic " + base64.b64encode(b"dsec:" + TOKEN.encode())
 GET = b"GET /path?a=1 HTTP/1.1\r\nHost: here:80\r\n"
 PATIENCE_S = 30.0
+ENDS = (
+    (InvalidState("nothing listens on it"), b"502"),
+    (SandboxLost("it has ended"), b"410"),
+    (Unavailable("what listens accepts nothing"), b"503"),
+)
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -338,7 +343,7 @@ def test_raw_tcp_by_connect() -> None:
 
 
 def test_what_is_not_there_is_told() -> None:
-    for failure, status in ((InvalidState("nothing listens on it"), b"502"), (SandboxLost("it has ended"), b"410")):
+    for failure, status in ENDS:
 
         async def talk(world: World, _: Door, port: int, failure: Exception = failure, status: bytes = status) -> None:
             world.failure = failure
