@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
 import dsec
+from dsec.cli.commands.programs import piped_in
 from dsec.cli.main import main
 from tests.kit.agent import Agent
 
@@ -129,3 +132,25 @@ def test_what_is_piped_where_nothing_reads_it_is_told(
     assert told.err == ""
     assert main(["attach", sbx.id, told.out.strip()]) == 5
     assert "has no input" in capsys.readouterr().err
+
+
+def test_what_is_there_to_be_read_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who calls may leave any pipe or file of his own open: only one with something in it counts."""
+
+    def seen(fd: int) -> bool:
+        with os.fdopen(fd) as stdin:
+            monkeypatch.setattr("sys.stdin", stdin)
+            return piped_in()
+
+    for content, expected in ((b"x", True), (b"", False)):
+        read, write = os.pipe()
+        os.write(write, content)
+        assert seen(read) is expected
+        os.close(write)
+    file = tmp_path / "list"
+    file.write_text("rest")
+    assert seen(os.open(file, os.O_RDONLY))
+    at_end = os.open(file, os.O_RDONLY)
+    os.lseek(at_end, 0, os.SEEK_END)
+    assert not seen(at_end)
+    assert not seen(os.open("/dev/null", os.O_RDONLY))
